@@ -1,0 +1,1 @@
+"""How the driver reaches workers."""

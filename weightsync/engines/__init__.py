@@ -1,0 +1,1 @@
+"""Checkpoint engines: the contract, the registry and the built-in transports."""

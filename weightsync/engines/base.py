@@ -1,0 +1,85 @@
+"""The contract of a checkpoint engine: the six calls of the transfer, and the optional hooks around them.
+
+A transfer backend subclasses `CheckpointEngine` and implements the abstract methods. The hooks below
+them have defaults that do nothing, so a plugin that knows only the abstract ones works unchanged.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Generator
+from typing import Any
+
+import torch
+
+from weightsync.tensors import WeightManifest
+
+
+class CheckpointEngine(ABC):
+    """One transfer backend, one instance a worker.
+
+    The constructor must take ``bucket_size`` (bytes) and the backend's own settings as keywords.
+    """
+
+    shard_expert_weights: bool = False
+
+    manifest_check: Callable[[WeightManifest], None] | None = None
+    """Set by the receiver: called with the manifest before the first batch; raises to refuse the refit."""
+
+    @abstractmethod
+    def prepare(self) -> Any:
+        """Allocate or register buffers; return plain serialisable metadata for the peers."""
+
+    def get_target_weight_layout(self) -> dict[str, Any] | None:
+        """Return this policy rank's destination layout, if it shards weights; else `None`."""
+        return None
+
+    @abstractmethod
+    def init_policy_process_group(
+        self, *, worker_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
+    ) -> None:
+        """Connect a policy worker to its transfer peers.
+
+        Args:
+            worker_rank: this worker's rank among the policy workers.
+            train_world_size: number of policy workers.
+            rollout_world_size: number of rollout workers, over all engines.
+            metadata: what every worker's `prepare` returned: policy ranks first, then rollout ranks.
+        """
+
+    @abstractmethod
+    def init_rollout_process_group(
+        self, *, rollout_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
+    ) -> None:
+        """Connect a rollout worker to its transfer peers; arguments as for the policy side."""
+
+    @abstractmethod
+    def finalize(self) -> None:
+        """Release per-refit state, if the backend owns any. May be called more than once."""
+
+    @abstractmethod
+    async def send_weights(self, weights: Generator[tuple[str, torch.Tensor], None, None]) -> None:
+        """Send ``(name, tensor)`` weights from the policy side. The generator is consumed once."""
+
+    @abstractmethod
+    def receive_weight_batches(self) -> AsyncGenerator[list[tuple[str, torch.Tensor]], None]:
+        """Yield ``(name, tensor)`` batches on the rollout side.
+
+        A yielded tensor is valid until the next batch is asked for; what keeps it longer must copy.
+        """
+
+    # Optional hooks.
+
+    def open_refit(self, *, epoch: int, version: int) -> None:  # noqa: B027 - an optional hook
+        """Learn which refit comes next: ``epoch`` counts attempts, ``version`` names the weights."""
+
+    def abort_refit(self, error: BaseException) -> None:  # noqa: B027 - an optional hook
+        """Tell the peers that this side failed. Called by the worker when loading or sending raised."""
+
+    def refit_stats(self) -> dict[str, float]:
+        """Return figures of the last refit: bytes, tensors, batches and seconds by phase."""
+        return {}
+
+    def close(self) -> None:
+        """Give back everything: sockets, threads, buffers. The instance is not used again."""
+        self.finalize()

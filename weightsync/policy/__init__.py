@@ -1,0 +1,1 @@
+"""The sending side: the policy worker's mixin and the weight sources."""

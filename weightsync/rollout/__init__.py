@@ -1,0 +1,1 @@
+"""The receiving side: what loads a weight stream into a served model."""

@@ -1,0 +1,253 @@
+"""What a tensor is on the wire: its description, its flat bytes, its digest. No I/O.
+
+`TensorMeta` describes one chunk of one tensor, `WeightManifest` a whole refit. `flat_bytes` and
+`tensor_from_bytes` are the only two places where a tensor becomes bytes and bytes a tensor again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import torch
+import xxhash
+
+from weightsync.errors import ManifestError
+
+ALIGNMENT = 256
+"""Byte alignment of every tensor inside a bucket: enough for any dtype's view and for wide copies."""
+
+MAX_NAMES_SHOWN = 5
+
+_DTYPES: dict[str, torch.dtype] = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype) and not re.fullmatch(r"torch\.(q.*|bits.*|u?int[1-7])", str(value))
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the wire name of a dtype: ``bfloat16``, ``float8_e4m3fn``, ...
+
+    Raises:
+        ManifestError: for dtypes that have no plain byte layout (quantised and ``bits`` types).
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ManifestError(f"dtype {dtype} cannot be sent: it has no plain byte layout")
+    return name
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    """Return the dtype of a wire name; the inverse of `dtype_name`."""
+    try:
+        return _DTYPES[name]
+    except KeyError:
+        raise ManifestError(f"unknown dtype {name!r}: the peer runs another torch version?") from None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """One chunk of one tensor: the whole tensor when ``chunk_size == nbytes``.
+
+    ``shape`` and ``dtype`` are the whole tensor's; ``chunk_offset`` and ``chunk_size`` are bytes within
+    its flat form; ``offset`` is the chunk's place in its bucket (`None` before it is packed).
+    """
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    chunk_offset: int
+    chunk_size: int
+    offset: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this chunk is the complete tensor."""
+        return self.chunk_offset == 0 and self.chunk_size == self.nbytes
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this chunk ends its tensor."""
+        return self.chunk_offset + self.chunk_size == self.nbytes
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """Name, shape and dtype of one tensor, as they travel."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> TensorSpec:
+        """Describe a tensor."""
+        return cls(name, tuple(tensor.shape), dtype_name(tensor.dtype))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return prod(self.shape) * dtype_from_name(self.dtype).itemsize
+
+    def __str__(self) -> str:
+        return f"{self.name!r} {self.dtype}{list(self.shape)}"
+
+
+class WeightManifest(msgspec.Struct, frozen=True):
+    """Every tensor of a refit in the order of the stream. Names are unique."""
+
+    tensors: tuple[TensorSpec, ...]
+
+    @classmethod
+    def build(cls, tensors: Iterable[TensorSpec]) -> WeightManifest:
+        """Make a manifest.
+
+        Raises:
+            ManifestError: a name comes twice.
+        """
+        specs = tuple(tensors)
+        repeated = _repeated(spec.name for spec in specs)
+        if repeated:
+            raise ManifestError(f"repeated in the weight stream: {list_names(repeated)}", tensor=repeated[0])
+        return cls(specs)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    @property
+    def names(self) -> list[str]:
+        """Tensor names in stream order."""
+        return [spec.name for spec in self.tensors]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, without alignment padding."""
+        return sum(spec.nbytes for spec in self.tensors)
+
+    def digest(self) -> str:
+        """Return an order-sensitive digest of names, shapes and dtypes: the identity of a layout."""
+        return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(self.tensors))
+
+
+class WeightStream(Generator[tuple[str, torch.Tensor], None, None]):
+    """A weight generator that knows its manifest before the first tensor is made.
+
+    Engines take any generator of ``(name, tensor)``. Handed one of these, the built-in engines send the
+    manifest first, so that the receiver can refuse a stream before anything is written.
+
+    Args:
+        manifest: what ``weights`` will yield, in order.
+        weights: the generator; consumed once.
+    """
+
+    def __init__(self, manifest: WeightManifest, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.manifest = manifest
+        self._weights: Iterator[tuple[str, torch.Tensor]] = iter(weights)
+
+    def send(self, value: None) -> tuple[str, torch.Tensor]:
+        """Return the next item (generator protocol; ``value`` is ignored)."""
+        return next(self._weights)
+
+    def throw(
+        self,
+        typ: type[BaseException] | BaseException,
+        val: BaseException | object = None,
+        tb: TracebackType | None = None,
+        /,
+    ) -> Any:
+        """Close the stream and raise (generator protocol)."""
+        self.close()
+        return super().throw(typ, val, tb)  # type: ignore[safe-super, arg-type]
+
+    def close(self) -> None:
+        """Close the underlying generator, so that its ``finally`` blocks run now."""
+        close = getattr(self._weights, "close", None)
+        if close is not None:
+            close()
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's values as a flat ``uint8`` tensor, shape ``(nbytes,)``, on its own device.
+
+    Views where the memory is already plain, copies where it is strided, expanded, lazily conjugated or
+    negated. Never keeps autograd history.
+    """
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if plain.numel() == 0:
+        return torch.empty(0, dtype=torch.uint8, device=plain.device)
+    return plain.reshape(-1).view(torch.uint8)
+
+
+def tensor_from_bytes(data: torch.Tensor, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
+    """View flat ``uint8`` data of exactly the right length as a tensor; copies only when misaligned."""
+    size = torch.Size(shape)
+    if size.numel() == 0:
+        return torch.empty(size, dtype=dtype, device=data.device)
+    if (data.data_ptr() % dtype.itemsize) or (data.storage_offset() % dtype.itemsize):
+        data = data.clone()
+    return data.view(dtype).view(size)
+
+
+def digest_bytes(data: torch.Tensor) -> int:
+    """Return a 64-bit order-sensitive digest of flat ``uint8`` data on any device.
+
+    Host memory is hashed in place (XXH3), device memory folded on the device, so both ends of a transfer
+    must hash on the same kind of device: see `digest_kind`.
+    """
+    if data.numel() == 0:
+        return 0
+    if data.device.type == "cpu":
+        return int(xxhash.xxh3_64_intdigest(data.numpy()))
+    return _folded_digest(data)
+
+
+def digest_kind(device: torch.device) -> str:
+    """Name the digest that `digest_bytes` computes for a device; peers compare only equal kinds."""
+    return "xxh3-64" if device.type == "cpu" else "fold-64"
+
+
+def _folded_digest(data: torch.Tensor) -> int:
+    """Order-sensitive digest made of torch operations, so that device memory is not copied to the host.
+
+    Each byte is weighted by an odd multiplier that depends on its position, in wrapping 64-bit arithmetic.
+    """
+    digest = 0
+    for start in range(0, data.numel(), _FOLD_BYTES):
+        piece = data[start : start + _FOLD_BYTES].to(torch.int64) + 1
+        position = torch.arange(piece.numel(), device=data.device, dtype=torch.int64)
+        weights = position * _FOLD_STEP + _FOLD_FIRST
+        digest = (digest * _FOLD_MIX + int((piece * weights).sum())) & _MASK_64
+    return digest
+
+
+_FOLD_BYTES = 4 << 20
+_FOLD_STEP = 0x9E3779B97F4A7C16 - (1 << 64)
+_FOLD_FIRST = 0x2545F4914F6CDD1D
+_FOLD_MIX = 0x100000001B3
+_MASK_64 = (1 << 64) - 1
+
+
+def list_names(names: Iterable[str]) -> str:
+    """Return a bounded, quoted list of names for an error message."""
+    shown = list(names)
+    text = ", ".join(repr(_clip(name)) for name in shown[:MAX_NAMES_SHOWN])
+    return text + (f" and {len(shown) - MAX_NAMES_SHOWN} more" if len(shown) > MAX_NAMES_SHOWN else "")
+
+
+def _clip(name: str, limit: int = 160) -> str:
+    return name if len(name) <= limit else f"{name[:limit]}..."
+
+
+def _repeated(names: Iterable[str]) -> list[str]:
+    seen: set[str] = set()
+    return [name for name in names if name in seen or seen.add(name)]  # type: ignore[func-returns-value]
