@@ -167,7 +167,7 @@ class WeightStream(Generator[tuple[str, torch.Tensor], None, None]):
     ) -> Any:
         """Close the stream and raise (generator protocol)."""
         self.close()
-        return super().throw(typ, val, tb)  # type: ignore[safe-super, arg-type]
+        return super().throw(typ, val, tb)  # type: ignore[arg-type]
 
     def close(self) -> None:
         """Close the underlying generator, so that its ``finally`` blocks run now."""
@@ -207,7 +207,7 @@ def digest_bytes(data: torch.Tensor) -> int:
     if data.numel() == 0:
         return 0
     if data.device.type == "cpu":
-        return int(xxhash.xxh3_64_intdigest(data.numpy()))
+        return int(xxhash.xxh3_64_intdigest(memoryview(data.numpy())))
     return _folded_digest(data)
 
 
