@@ -1,0 +1,1 @@
+"""Helpers for tests of users and plugin authors: tiny models."""
