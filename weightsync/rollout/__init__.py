@@ -1,1 +1,1 @@
-"""The receiving side: what loads a weight stream into a served model."""
+"""The receiving side: what a rollout worker does with the weights that a checkpoint engine brings."""

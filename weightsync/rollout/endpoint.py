@@ -1,0 +1,212 @@
+"""The rollout side of the worker protocol: every method a driver may call at one rank, by name.
+
+Shared by all rollout workers, whatever their inference engine. It holds the checkpoint engine and the
+receiver; the worker supplies its rank and a way to make the loader of its model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import torch
+
+from weightsync.engines.base import CheckpointEngine
+from weightsync.engines.registry import create_checkpoint_engine
+from weightsync.errors import ConfigurationError, ErrorRecord, LifecycleError
+from weightsync.outcomes import Outcome
+from weightsync.rollout.loader import WeightLoader
+from weightsync.rollout.receiver import RefitReceiver
+
+
+class RolloutEndpoint:
+    """Answers the driver's calls at one rollout rank.
+
+    Args:
+        local_rank: rank within this inference engine.
+        make_loader: returns the loader of the model that this rank serves; called once, on first use.
+    """
+
+    def __init__(self, local_rank: int, make_loader: Callable[[], WeightLoader]) -> None:
+        self._local_rank = local_rank
+        self._rank_prefix = 0
+        self._make_loader = make_loader
+        self._receiver: RefitReceiver | None = None
+        self._opened: int | None = None
+        self._engine_ready = False
+        self._connected = False
+
+    @property
+    def rank(self) -> int:
+        """Global rollout rank, as far as it is known."""
+        return self._rank_prefix + self._local_rank
+
+    @property
+    def receiver(self) -> RefitReceiver | None:
+        """The receiver; `None` until an engine was first initialised."""
+        return self._receiver
+
+    def call(self, method: str, kwargs: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Run one protocol method and return its outcome; never raises an `Exception`."""
+        try:
+            return self._value(self._method(method)(**(kwargs or {})))
+        except Exception as error:  # noqa: BLE001 - the one boundary at which worker errors become data
+            return self._failure(method, error)
+
+    async def call_async(self, method: str, kwargs: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Like `call`, for a thread that runs an event loop: receiving is awaited there."""
+        if method != "update_weights_from_checkpoint_engine":
+            return self.call(method, kwargs)
+        try:
+            receiver, version = self._require_opened()
+            return self._value(await receiver.receive_async(version))
+        except Exception as error:  # noqa: BLE001 - as in `call`
+            return self._failure(method, error)
+
+    # The methods of the protocol. Each may raise.
+
+    def checkpoint_engine_total_memory_bytes(self, device: str) -> int:
+        """Return the bytes of this rank's GPU memory, or of host memory for ``"cpu"``."""
+        if device == "cpu":
+            return psutil.virtual_memory().total
+        if device != "cuda":
+            raise ConfigurationError(f"device must be 'cpu' or 'cuda', got {device!r}")
+        if not torch.cuda.is_available():
+            raise ConfigurationError("device is 'cuda', but this rollout worker has no CUDA device")
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+
+    def init_checkpoint_engine(
+        self, backend: str, bucket_size_bytes: int, engine_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """Make the checkpoint engine; an earlier one is closed. What is served stays as it is."""
+        engine = create_checkpoint_engine(
+            backend, bucket_size_bytes=bucket_size_bytes, engine_kwargs=engine_kwargs
+        )
+        if self._receiver is None:
+            self._receiver = RefitReceiver(engine, self._make_loader(), rank=self.rank)
+        else:
+            self.close_checkpoint_engine()
+            self._receiver.engine = engine
+        self._engine_ready, self._connected, self._opened = True, False, None
+
+    def prepare_checkpoint_engine(self) -> Any:
+        """Return the engine's metadata for its peers."""
+        return self._engine().prepare()
+
+    def init_checkpoint_engine_process_group(
+        self, rank_prefix: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
+    ) -> None:
+        """Learn this rank's place among all rollout ranks, and connect to the policy side."""
+        engine = self._engine()
+        rank = rank_prefix + self._local_rank
+        if not 0 <= rank < rollout_world_size:
+            raise ConfigurationError(
+                f"rank prefix {rank_prefix} and local rank {self._local_rank} give rollout rank {rank}, "
+                f"outside a world of {rollout_world_size}"
+            )
+        self._rank_prefix = rank_prefix
+        self._require_receiver().rank = rank
+        engine.init_rollout_process_group(
+            rollout_rank=rank,
+            train_world_size=train_world_size,
+            rollout_world_size=rollout_world_size,
+            metadata=metadata,
+        )
+        self._connected = True
+
+    def open_refit(self, epoch: int, version: int) -> None:
+        """Announce the next refit to the engine."""
+        engine = self._connected_engine()
+        self._require_receiver().require_next(version)
+        self._opened = None
+        engine.open_refit(epoch=epoch, version=version)
+        self._opened = version
+
+    def update_weights_from_checkpoint_engine(self) -> dict[str, Any]:
+        """Receive and load the refit that was opened; returns its figures."""
+        receiver, version = self._require_opened()
+        return receiver.receive(version)
+
+    def commit_refit(self, version: int) -> int:
+        """Serve what was received; returns the version."""
+        return self._require_receiver().commit(version)
+
+    def fence_refit(self, reason: str) -> None:
+        """Refuse to serve if weights were touched and not committed."""
+        if self._receiver is not None:
+            self._receiver.fence(reason)
+
+    def finalize_checkpoint_engine(self) -> None:
+        """Release per-refit state of the engine."""
+        if self._engine_ready:
+            self._engine().finalize()
+
+    def close_checkpoint_engine(self) -> None:
+        """Give back everything the engine holds. What is served stays as it is."""
+        if self._engine_ready:
+            engine = self._engine()
+            self._engine_ready, self._connected, self._opened = False, False, None
+            engine.close()
+
+    def refit_status(self) -> dict[str, Any]:
+        """Return ``{"version", "dirty", "fenced"}``."""
+        if self._receiver is None:
+            return {"version": None, "dirty": False, "fenced": None}
+        return self._receiver.status()
+
+    def _require_opened(self) -> tuple[RefitReceiver, int]:
+        self._connected_engine()
+        version, self._opened = self._opened, None
+        if version is None:
+            raise LifecycleError("update_weights_from_checkpoint_engine without open_refit")
+        return self._require_receiver(), version
+
+    def _require_receiver(self) -> RefitReceiver:
+        if self._receiver is None:
+            raise LifecycleError("init_checkpoint_engine comes first")
+        return self._receiver
+
+    def _engine(self) -> CheckpointEngine:
+        if not self._engine_ready:
+            raise LifecycleError("init_checkpoint_engine comes first")
+        return self._require_receiver().engine
+
+    def _connected_engine(self) -> CheckpointEngine:
+        engine = self._engine()
+        if not self._connected:
+            raise LifecycleError("init_checkpoint_engine_process_group comes first")
+        return engine
+
+    def _method(self, name: str) -> Callable[..., Any]:
+        if name not in ROLLOUT_METHODS:
+            raise ConfigurationError(
+                f"a rollout worker has no method {name!r}; known: {', '.join(ROLLOUT_METHODS)}"
+            )
+        method: Callable[..., Any] = getattr(self, name)
+        return method
+
+    def _value(self, value: Any) -> dict[str, Any]:
+        return Outcome(self.rank, value=value).to_dict()
+
+    def _failure(self, method: str, error: Exception) -> dict[str, Any]:
+        position = self._receiver.position_of(error) if self._receiver else None
+        phase, tensor = (position.phase, position.tensor) if position else (method, None)
+        record = ErrorRecord.from_exception(error, side="rollout", rank=self.rank, phase=phase, tensor=tensor)
+        return Outcome(self.rank, error=record).to_dict()
+
+
+ROLLOUT_METHODS = (
+    "checkpoint_engine_total_memory_bytes",
+    "init_checkpoint_engine",
+    "prepare_checkpoint_engine",
+    "init_checkpoint_engine_process_group",
+    "open_refit",
+    "update_weights_from_checkpoint_engine",
+    "commit_refit",
+    "fence_refit",
+    "finalize_checkpoint_engine",
+    "close_checkpoint_engine",
+    "refit_status",
+)
+"""Every method of the worker protocol that a rollout rank answers."""

@@ -1,0 +1,302 @@
+"""One refit at one rollout rank: engine on one side, loader on the other, and what is served in between.
+
+`RefitReceiver` pulls batches from a checkpoint engine into a `WeightLoader`, checks that everything that
+was promised has come, and keeps the state that decides whether this rank may serve: the committed version,
+whether weights were touched since, and why serving is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from weightsync.engines.base import CheckpointEngine
+from weightsync.errors import (
+    ErrorContext,
+    IncompleteStreamError,
+    LifecycleError,
+    WeightSyncError,
+    WorkerFencedError,
+)
+from weightsync.rollout.ledger import StreamLedger
+from weightsync.rollout.loader import Batch, WeightLoader
+
+
+def synchronize_device() -> None:
+    """Wait until the accelerator, if there is one, has done what was asked of it.
+
+    Called before a batch is given back: the engine may overwrite its memory from then on.
+    """
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+@dataclass
+class ReceiveFigures:
+    """What one refit moved at one rank, and where its time went (seconds)."""
+
+    bytes: int = 0
+    tensors: int = 0
+    batches: int = 0
+    receive_s: float = 0.0
+    load_s: float = 0.0
+    total_s: float = 0.0
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures as plain data."""
+        seconds = {"receive": self.receive_s, "load": self.load_s, "total": self.total_s}
+        counts = {"bytes": self.bytes, "tensors": self.tensors, "batches": self.batches}
+        return {**counts, "seconds": seconds, **self.extra}
+
+    def line(self, kind: str) -> str:
+        """Return the line that is printed for each update."""
+        return (
+            f"[{kind} refit] Loaded {self.tensors} tensors in {self.batches} batches via checkpoint engine; "
+            f"bytes={self.bytes} total={self.total_s:.3f}s receive={self.receive_s:.3f}s "
+            f"load={self.load_s:.3f}s"
+        )
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a refit has come: the phase, and the tensor at hand where one is known."""
+
+    phase: str
+    tensor: str | None = None
+
+
+class RefitReceiver:
+    """Receives refits at one rank.
+
+    Args:
+        engine: initialised for the rollout side.
+        loader: of the model that this rank serves.
+        rank: global rollout rank, for messages.
+
+    Attributes:
+        version: the version served, `None` before the first commit and while fenced.
+        dirty: whether weights were written since the last commit.
+        fenced: why this rank must not serve, or `None`.
+    """
+
+    def __init__(self, engine: CheckpointEngine, loader: WeightLoader, *, rank: int = 0) -> None:
+        self.engine = engine
+        self.loader = loader
+        self.rank = rank
+        self.version: int | None = None
+        self.dirty = False
+        self.fenced: str | None = None
+        self._position = Position("receive")
+        self._failed: tuple[BaseException, Position] | None = None
+        self._last_committed: int | None = None
+        self._loaded: int | None = None
+        self._busy = False
+        self._begun = False
+
+    def status(self) -> dict[str, Any]:
+        """Return ``{"version", "dirty", "fenced"}``."""
+        return {"version": self.version, "dirty": self.dirty, "fenced": self.fenced}
+
+    def require_serving(self) -> None:
+        """Check that the weights are whole.
+
+        Raises:
+            WorkerFencedError: a refit wrote some of them and was not committed.
+        """
+        if self.fenced is not None or self.dirty:
+            reason = self.fenced or "a refit has begun and is not committed"
+            raise WorkerFencedError(
+                f"this worker does not serve: {reason}; a complete refit is needed",
+                side="rollout",
+                rank=self.rank,
+            )
+
+    def require_next(self, version: int) -> None:
+        """Check that ``version`` may follow what was committed here, and that no refit is running.
+
+        Raises:
+            LifecycleError: it is not greater than the last committed version, or a refit is running.
+        """
+        if self._busy:
+            raise self._lifecycle(f"refit to version {version} while another one runs", "open")
+        if self._last_committed is not None and version <= self._last_committed:
+            raise self._lifecycle(
+                f"version {version} does not follow version {self._last_committed}: versions must increase",
+                "open",
+            )
+
+    def receive(self, version: int) -> dict[str, Any]:
+        """Receive and load one refit; blocks. Returns the figures; see `receive_async`.
+
+        Raises:
+            LifecycleError: called from within a running event loop; await `receive_async` there.
+        """
+        self.require_next(version)
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(self.receive_async(version))
+        raise self._lifecycle("this thread runs an event loop: await receive_async instead", "receive")
+
+    async def receive_async(self, version: int) -> dict[str, Any]:
+        """Receive and load one refit. The weights are complete afterwards, but not yet committed.
+
+        Args:
+            version: greater than the last committed one.
+
+        Returns:
+            bytes, tensors, batches, and seconds by phase (``receive``, ``load``, ``total``).
+
+        Raises:
+            LifecycleError: a refit is running, or the version is stale.
+            ManifestError: the stream does not fit the model.
+            IncompleteStreamError: less came than was promised, or nothing at all.
+            Exception: whatever the engine or the loader raised. This rank is dirty if it wrote anything.
+        """
+        self.require_next(version)
+        self._busy, self._begun, self._loaded, self._failed = True, False, None, None
+        started = time.perf_counter()
+        try:
+            figures = await self._run()
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        finally:
+            self._busy = False
+            self.engine.manifest_check = None
+        self._loaded = version
+        figures.total_s = time.perf_counter() - started
+        print(figures.line(self.loader.kind), flush=True)
+        return figures.to_dict()
+
+    def position_of(self, error: BaseException) -> Position | None:
+        """Return where in the last refit ``error`` was met; `None` if it is not what ended it."""
+        return self._failed[1] if self._failed is not None and self._failed[0] is error else None
+
+    def commit(self, version: int) -> int:
+        """Serve the weights that were received; returns the version now served. Lifts a fence.
+
+        Raises:
+            LifecycleError: this version was not completely received, or is stale.
+        """
+        self.require_next(version)
+        if self._loaded != version:
+            held = "nothing" if self._loaded is None else f"version {self._loaded}"
+            raise self._lifecycle(f"commit of version {version}, but {held} was received", "commit")
+        self.version = self._last_committed = version
+        self.dirty, self.fenced, self._loaded = False, None, None
+        return version
+
+    def fence(self, reason: str) -> None:
+        """Refuse to serve until a complete refit, if weights were touched; else do nothing."""
+        if self.dirty:
+            self.fenced, self.version, self._loaded = reason, None, None
+
+    async def _run(self) -> ReceiveFigures:
+        figures, ledger = ReceiveFigures(), StreamLedger(self.loader.check_manifest)
+        self.engine.manifest_check = ledger.announce
+        self._position = Position("receive")
+        batches = self.engine.receive_weight_batches()
+        try:
+            await self._load_all(batches, ledger, figures)
+        except BaseException as error:
+            # Before the generator is closed: the engine should tell its peers why, not merely that, it stops.
+            self._tell_engine(error)
+            await _close_quietly(error, batches)
+            raise
+        await batches.aclose()
+        return figures
+
+    async def _load_all(
+        self, batches: AsyncGenerator[Batch, None], ledger: StreamLedger, figures: ReceiveFigures
+    ) -> None:
+        while True:
+            with _timed(figures, "receive_s"):
+                batch = await anext(batches, None)
+            if batch is None:
+                break
+            with _timed(figures, "load_s"):
+                self._load(batch, ledger, figures)
+            batch = None
+            self._position = Position("receive")
+        self._position = Position("manifest")
+        if ledger.is_silent:
+            raise IncompleteStreamError("the update brought no tensors and promised none")
+        ledger.require_complete()
+        with _timed(figures, "load_s"):
+            self._finish(figures)
+
+    def _load(self, batch: Batch, ledger: StreamLedger, figures: ReceiveFigures) -> None:
+        self._position = Position("manifest")
+        ledger.record(batch)
+        self._position = Position("load", batch[0][0] if len(batch) == 1 else None)
+        self._begin_once()
+        self.loader.load(batch)
+        synchronize_device()
+        figures.batches += 1
+        figures.tensors += len(batch)
+        figures.bytes += sum(tensor.numel() * tensor.element_size() for _, tensor in batch)
+
+    def _finish(self, figures: ReceiveFigures) -> None:
+        self._position = Position("load")
+        self._begin_once()
+        self.loader.finish()
+        synchronize_device()
+        self._begun = False
+        figures.extra = dict(getattr(self.loader, "notes", {}))
+
+    def _begin_once(self) -> None:
+        if not self._begun:
+            self._begun = self.dirty = True
+            self.version = None
+            self.loader.begin()
+
+    def _give_up(self, error: BaseException) -> None:
+        place = {"side": "rollout", "rank": self.rank, **asdict(self._position)}
+        self._failed = error, self._position
+        if isinstance(error, WeightSyncError):
+            error.with_context(**place)
+        else:
+            error.add_note(f"[{ErrorContext(**place)}]")
+        if self._begun:
+            self._begun = False
+            self.fenced = f"a refit failed after it had begun to write: {error}"
+            _quietly(error, "clean up the model", self.loader.abort)
+
+    def _tell_engine(self, error: BaseException) -> None:
+        _quietly(error, "tell the engine", lambda: self.engine.abort_refit(error))
+
+    def _lifecycle(self, message: str, phase: str) -> LifecycleError:
+        return LifecycleError(message, side="rollout", rank=self.rank, phase=phase)
+
+
+@contextmanager
+def _timed(figures: ReceiveFigures, name: str) -> Iterator[None]:
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        setattr(figures, name, getattr(figures, name) + time.perf_counter() - started)
+
+
+def _quietly(error: BaseException, what: str, call: Callable[[], object]) -> None:
+    """Run a clean-up step; its own failure is noted on ``error``, which is the one to report."""
+    try:
+        call()
+    except Exception as second:  # noqa: BLE001 - the first error must not be replaced by a later one
+        error.add_note(f"then could not {what}: {type(second).__name__}: {second}")
+
+
+async def _close_quietly(error: BaseException, batches: AsyncGenerator[Batch, None]) -> None:
+    """Close an engine's generator, as `_quietly` does."""
+    try:
+        await batches.aclose()
+    except Exception as second:  # noqa: BLE001 - as in `_quietly`
+        error.add_note(f"then could not close the stream: {type(second).__name__}: {second}")
