@@ -1,0 +1,142 @@
+"""The parts of the configuration contract as checked models: one class for each owned mapping.
+
+A field's description completes the sentence "write ..." in the error about a wrong value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError
+
+from weightsync.errors import ConfigurationError
+from weightsync.names import hint
+
+DEFAULT_BUCKET_RATIO = 0.05
+RATIO_KEY = "update_weights_bucket_memory_ratio"
+RENAMED_KEYS = {
+    "update_weights_bucket_megabytes": f"{RATIO_KEY}, a fraction of the smallest device memory",
+    "cleanup_after_load": "release_after_refit",
+}
+
+
+def _no_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("a number is needed")
+    return value
+
+
+def _on_off(value: Any) -> Any:
+    """YAML 1.1 reads a bare ``off`` as false."""
+    return {False: "off", True: "full"}[value] if isinstance(value, bool) else value
+
+
+def _reachable(value: Any) -> Any:
+    if value in ("0.0.0.0", "::", "[::]", "*"):
+        raise ValueError("peers cannot connect to a wildcard address")
+    return value
+
+
+_Seconds = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, allow_inf_nan=False)]
+_Text = Annotated[str, Field(min_length=1)]
+
+
+class _Section(BaseModel):
+    """A part of the configuration that takes only known keys. A field's description says what to write."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class RefitLifecycle(_Section):
+    """``refit_lifecycle``: how long to wait, how much to check, what happens to running requests."""
+
+    connect_s: _Seconds = Field(60.0, description="seconds above 0 in which peers must connect")
+    stall_s: _Seconds = Field(300.0, description="seconds above 0 that one bucket may take")
+    total_s: _Seconds = Field(3600.0, description="seconds above 0 that one refit may take")
+    silence_s: _Seconds = Field(
+        15.0, description="seconds above 0 without a sign of life before a peer is lost"
+    )
+    verify: Annotated[Literal["full", "off"], BeforeValidator(_on_off)] = Field(
+        "full", description="'full' (digests of every bucket) or 'off'"
+    )
+    in_flight: Literal["abort", "wait", "keep"] = Field(
+        "abort", description="'abort', 'wait' or 'keep': what happens to running requests"
+    )
+    allow_missing: list[_Text] = Field([], description="a list of name patterns, such as ['lm_head.*']")
+    allow_unused: list[_Text] = Field([], description="a list of name patterns, such as ['mtp.*']")
+    poison_released: StrictBool = Field(False, description="true or false")
+
+
+class NixlRefitConfig(_Section):
+    """``refit_cfg.nixl``: settings of the built-in NIXL engine."""
+
+    update_weights_bucket_memory_ratio: Annotated[float, BeforeValidator(_no_bool)] = Field(
+        DEFAULT_BUCKET_RATIO,
+        gt=0,
+        le=0.5,
+        description="a fraction of the smallest memory, above 0 and at most 0.5 (there are two buckets)",
+    )
+    device: Literal["cuda", "cpu"] = Field("cuda", description="'cuda' or 'cpu'")
+    backend_name: _Text = Field("UCX", description="the name of a NIXL backend, such as UCX")
+    backend_init_params: dict[str, str | int | float | bool] = Field(
+        {}, description="a mapping of names to strings, numbers or booleans"
+    )
+    release_after_refit: StrictBool = Field(False, description="true or false")
+    shard_expert_weights: StrictBool = Field(False, description="false")
+    bind_host: _Text | None = Field(None, description="an address of this host, such as '0.0.0.0' or '::'")
+    advertise_host: Annotated[_Text | None, BeforeValidator(_reachable)] = Field(
+        None, description="a name or address at which peers reach this host"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PluginRefitConfig:
+    """``refit_cfg.<class path or registered name>``: the bucket ratio, and the plugin's own settings."""
+
+    update_weights_bucket_memory_ratio: float
+    settings: Mapping[str, Any]
+
+    @property
+    def device(self) -> str:
+        """Kind of memory that the buckets take: the plugin's ``device`` setting, else ``"cuda"``."""
+        return "cpu" if str(self.settings.get("device", "cuda")).startswith("cpu") else "cuda"
+
+
+class PluginRatio(_Section):
+    """The one setting of a plugin's scope that is ours."""
+
+    update_weights_bucket_memory_ratio: Annotated[float, BeforeValidator(_no_bool)] = Field(
+        DEFAULT_BUCKET_RATIO, gt=0, le=1, description="a fraction of the smallest memory, above 0, at most 1"
+    )
+
+
+_Model = TypeVar("_Model", bound=_Section)
+
+
+def validate_section(model: type[_Model], values: dict[Any, Any], path: str) -> _Model:
+    """Make a model of what was written under ``path``; every complaint at once.
+
+    Raises:
+        ConfigurationError: an unknown key, or a wrong value; says what to write.
+    """
+    if values.get("shard_expert_weights") is True and "shard_expert_weights" in model.model_fields:
+        raise ConfigurationError(
+            f"{path}.shard_expert_weights: not available in this version; write shard_expert_weights: false"
+        )
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        complaints = [_complaint(model, each, path) for each in error.errors()]
+        raise ConfigurationError("; ".join(dict.fromkeys(complaints))) from error
+
+
+def _complaint(model: type[_Model], error: Any, path: str) -> str:
+    key = error["loc"][0]
+    if error["type"] in ("extra_forbidden", "invalid_key"):
+        fix = f"; write {RENAMED_KEYS[key]}" if key in RENAMED_KEYS else hint(str(key), model.model_fields)
+        return f"unknown key {path}.{key}" + (fix or f" (known: {', '.join(model.model_fields)})")
+    where = ".".join(map(str, error["loc"][:2])) if key == "backend_init_params" else str(key)
+    reason = f" ({error['ctx']['error']})" if error["type"] == "value_error" else ""
+    return f"{path}.{where}: got {error['input']!r:.120}{reason}; write {model.model_fields[key].description}"
