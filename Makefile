@@ -44,7 +44,7 @@ demo: setup  ## GRPO on a real SmolLM2-135M: FSDP2 workers refit vLLM over NIXL 
 	$(BIN)/weightsync demo
 
 demo-tiny: setup  ## the same on a tiny random model, in under two minutes
-	$(BIN)/weightsync demo --config examples/grpo/tiny.yaml
+	$(BIN)/weightsync demo --config examples/grpo/tiny-qwen3.yaml
 
 test: setup  ## the whole suite
 	$(BIN)/pytest
