@@ -1,0 +1,298 @@
+"""The seam to the NIXL package: agents, memory, reads. Nothing else imports it.
+
+Agents are expensive to make, so each process keeps them: `preinit_nixl_agent` makes one early, an engine
+borrows it and gives it back. An agent runs without NIXL's progress thread, which would keep a core busy;
+the side that is read from calls `progress` instead (see `ProgressTicker`).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weightsync.errors import (
+    ConfigurationError,
+    DeadlineError,
+    MissingDependencyError,
+    PeerLostError,
+    TransportError,
+)
+
+_POLL_S = 0.0005
+_TICK_S = 0.001
+
+
+def import_nixl() -> Any:
+    """Return NIXL's Python module.
+
+    Raises:
+        MissingDependencyError: NIXL is not installed, or one of its libraries cannot be loaded.
+    """
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    try:
+        from nixl import _api
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"refit_transport nixl needs the NIXL package: pip install 'weightsync[nixl]' ({error})"
+        ) from error
+    return _api
+
+
+@dataclass(frozen=True)
+class MemoryRegion:
+    """A registered buffer as a peer addresses it: first byte, length, device index and memory kind."""
+
+    address: int
+    nbytes: int
+    device_index: int
+    kind: str
+    """``"DRAM"`` or ``"VRAM"``."""
+
+    @classmethod
+    def of(cls, buffer: torch.Tensor) -> MemoryRegion:
+        """Describe a contiguous buffer."""
+        kind = "VRAM" if buffer.device.type == "cuda" else "DRAM"
+        return cls(buffer.data_ptr(), buffer.numel() * buffer.element_size(), buffer.device.index or 0, kind)
+
+    def to_list(self) -> list[Any]:
+        """Return plain data for the metadata exchange."""
+        return [self.address, self.nbytes, self.device_index, self.kind]
+
+    def part(self, nbytes: int) -> list[tuple[int, int, int]]:
+        """Return NIXL's description of the first ``nbytes`` bytes."""
+        return [(self.address, nbytes, self.device_index)]
+
+
+class NixlAgent:
+    """One NIXL agent with one backend. Every call is serialised: NIXL agents are not thread-safe."""
+
+    def __init__(self, backend_name: str, init_params: Mapping[str, str]) -> None:
+        api = import_nixl()
+        self.name = f"preinit-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        self._errors = _NixlErrors.load()
+        self._lock = threading.Lock()
+        config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
+        try:
+            self._agent = api.nixl_agent(self.name, config)
+            self._agent.create_backend(backend_name, dict(init_params))
+        except self._errors.any as error:
+            raise ConfigurationError(
+                f"NIXL could not make its {backend_name} backend with {dict(init_params)}: {error}; "
+                f"check backend_name and backend_init_params"
+            ) from error
+
+    def register(self, buffer: torch.Tensor) -> Any:
+        """Register a contiguous buffer; returns the handle for `deregister`."""
+        with self._lock:
+            handle = self._agent.register_memory([buffer])
+        if handle is None:
+            raise TransportError("NIXL refused to register a transfer buffer")
+        return handle
+
+    def deregister(self, handle: Any) -> None:
+        """Undo `register`."""
+        with self._lock:
+            self._agent.deregister_memory(handle)
+
+    def metadata(self) -> bytes:
+        """Return what a peer needs to reach this agent and the memory registered up to now."""
+        with self._lock:
+            return bytes(self._agent.get_agent_metadata())
+
+    def add_peer(self, metadata: bytes) -> str:
+        """Learn, or learn anew, a peer from its metadata; returns its name.
+
+        Raises:
+            TransportError: the metadata are not NIXL's, or of another version.
+        """
+        with self._lock:
+            try:
+                name = self._agent.add_remote_agent(metadata)
+            except self._errors.any as error:
+                raise TransportError(f"NIXL did not accept the peer's metadata: {error}") from error
+        return name.decode() if isinstance(name, bytes) else str(name)
+
+    def remove_peer(self, name: str) -> None:
+        """Forget a peer and drop its connection; unknown peers are ignored."""
+        with self._lock:
+            try:
+                self._agent.remove_remote_agent(name)
+            except self._errors.any:
+                # A peer that is already gone is what was asked for.
+                return
+
+    def progress(self) -> None:
+        """Let NIXL answer its peers: connection set-up, and reads that the target has to serve."""
+        with self._lock:
+            self._agent.get_new_notifs()
+
+    def read(
+        self,
+        peer: str,
+        *,
+        source: MemoryRegion,
+        target: MemoryRegion,
+        nbytes: int,
+        timeout_s: float,
+        check: Callable[[], None],
+    ) -> None:
+        """Copy the first ``nbytes`` bytes of a peer's buffer into a local one; returns when they are here.
+
+        Args:
+            peer: name from `add_peer`.
+            source: the peer's buffer.
+            target: the local buffer.
+            nbytes: at least 1.
+            timeout_s: seconds after which the transfer is given up.
+            check: called while waiting; raises to give up early (the peer aborted or was lost).
+
+        Raises:
+            PeerLostError: the peer is gone.
+            DeadlineError: the transfer did not finish in time.
+            TransportError: NIXL refused or failed the transfer.
+        """
+        try:
+            handle = self._start_read(peer, source, target, nbytes)
+            try:
+                self._await_read(handle, peer, nbytes, timeout_s, check)
+            finally:
+                with self._lock:
+                    handle.release()
+        except self._errors.disconnected as error:
+            raise PeerLostError(f"NIXL lost the connection: {error}", peer=peer) from error
+        except self._errors.any as error:
+            raise TransportError(f"NIXL could not read {nbytes} bytes: {error}", peer=peer) from error
+
+    def _start_read(self, peer: str, source: MemoryRegion, target: MemoryRegion, nbytes: int) -> Any:
+        with self._lock:
+            local = self._agent.get_xfer_descs(target.part(nbytes), mem_type=target.kind)
+            remote = self._agent.get_xfer_descs(source.part(nbytes), mem_type=source.kind)
+            return self._agent.initialize_xfer("READ", local, remote, peer)
+
+    def _await_read(
+        self, handle: Any, peer: str, nbytes: int, timeout_s: float, check: Callable[[], None]
+    ) -> None:
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            state = self._agent.transfer(handle)
+        while state == "PROC":
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"a read of {nbytes} bytes did not finish in {timeout_s:g} s", peer=peer)
+            check()
+            time.sleep(_POLL_S)
+            with self._lock:
+                state = self._agent.check_xfer_state(handle)
+        if state != "DONE":
+            raise TransportError(f"NIXL ended a read of {nbytes} bytes in state {state}", peer=peer)
+
+
+@dataclass(frozen=True)
+class _NixlErrors:
+    """NIXL's exceptions: the one for a lost peer, and all of them."""
+
+    disconnected: type[Exception]
+    any: tuple[type[Exception], ...]
+
+    @classmethod
+    def load(cls) -> _NixlErrors:
+        bindings = import_nixl().nixlBind
+        known = tuple(
+            value
+            for name, value in vars(bindings).items()
+            if name.startswith("nixl") and isinstance(value, type) and issubclass(value, Exception)
+        )
+        return cls(bindings.nixlRemoteDisconnectError, known)
+
+
+class ProgressTicker:
+    """Calls `NixlAgent.progress` every millisecond while open, from a thread of its own."""
+
+    def __init__(self, agent: NixlAgent) -> None:
+        self._agent = agent
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin ticking; no-op while it ticks."""
+        if self._thread is None:
+            self._stop.clear()
+            self._thread = threading.Thread(target=self._run, name="weightsync-nixl-progress", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End ticking and wait for the thread."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._stop.set()
+            thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(_TICK_S):
+            self._agent.progress()
+
+
+class _AgentPool:
+    """Idle agents of this process, by backend and parameters. A forked child starts with an empty pool."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: dict[tuple[Any, ...], list[NixlAgent]] = {}
+
+    def take(self, backend_name: str, params: Mapping[str, str]) -> NixlAgent:
+        with self._lock:
+            idle = self._idle.get(self._key(backend_name, params))
+            if idle:
+                return idle.pop()
+        return NixlAgent(backend_name, params)
+
+    def give(self, agent: NixlAgent, backend_name: str, params: Mapping[str, str]) -> None:
+        with self._lock:
+            self._idle.setdefault(self._key(backend_name, params), []).append(agent)
+
+    def ensure(self, backend_name: str, params: Mapping[str, str]) -> NixlAgent:
+        agent = self.take(backend_name, params)
+        self.give(agent, backend_name, params)
+        return agent
+
+    @staticmethod
+    def _key(backend_name: str, params: Mapping[str, str]) -> tuple[Any, ...]:
+        return (os.getpid(), backend_name, tuple(sorted(params.items())))
+
+
+_POOL = _AgentPool()
+
+
+def backend_params(backend_name: str, backend_init_params: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return a backend's parameters as NIXL takes them: strings, with UCX's peer-error handling on."""
+    params = {str(key): _as_text(value) for key, value in (backend_init_params or {}).items()}
+    if backend_name == "UCX":
+        params.setdefault("ucx_error_handling_mode", "peer")
+    return params
+
+
+def _as_text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def preinit_nixl_agent(
+    *, backend_name: str = "UCX", backend_init_params: Mapping[str, Any] | None = None
+) -> NixlAgent:
+    """Make this process's NIXL agent now, off the critical path; the first engine made later uses it."""
+    return _POOL.ensure(backend_name, backend_params(backend_name, backend_init_params))
+
+
+def borrow_agent(backend_name: str, params: Mapping[str, str]) -> NixlAgent:
+    """Take an idle agent of this process, or make one."""
+    return _POOL.take(backend_name, params)
+
+
+def return_agent(agent: NixlAgent, backend_name: str, params: Mapping[str, str]) -> None:
+    """Give an agent back for the next engine of this process."""
+    _POOL.give(agent, backend_name, params)
