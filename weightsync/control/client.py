@@ -8,7 +8,7 @@ from functools import partial
 
 from weightsync.control.cards import Card
 from weightsync.control.link import Link, LinkHost
-from weightsync.control.messages import Bye, Hello, Message, Ready, Welcome
+from weightsync.control.messages import Bye, Header, Hello, Message, Ready, Welcome
 from weightsync.control.refit import Attempt, Refit
 from weightsync.control.wires import ClientWire
 from weightsync.errors import ProtocolError, WeightSyncError
@@ -88,7 +88,7 @@ class ClientLink(Link):
             self._wire = self._dial(self)
         return self._wire
 
-    def _on_handshake(self, message: Message, connection: bytes, now: float) -> None:
+    def _on_handshake(self, header: Header, message: Message, connection: bytes, now: float) -> None:
         attempt = self._attempt
         if not isinstance(message, Welcome):
             self._host.count("unexpected")

@@ -263,7 +263,7 @@ class Link(ABC):
         """Repeat a step of the handshake when it is due; returns when to come back."""
 
     @abstractmethod
-    def _on_handshake(self, message: Message, connection: bytes, now: float) -> None:
+    def _on_handshake(self, header: Header, message: Message, connection: bytes, now: float) -> None:
         """Take in a `Hello`, `Welcome` or `Ready`. The lock is held."""
 
     @abstractmethod
@@ -284,7 +284,7 @@ class Link(ABC):
             elif frame.header.session != self._session:
                 self._host.count("foreign_session")
             elif isinstance(frame.message, _HANDSHAKE):
-                self._on_handshake(frame.message, connection, now)
+                self._on_handshake(frame.header, frame.message, connection, now)
             elif isinstance(frame.message, Bye) and not frame.header.token:
                 self._on_hub_closed()
             elif (refit := self._refit_of(frame.header, connection)) is not None:

@@ -26,6 +26,8 @@ class Attempt:
     failure: MakeError | None = None
     heard: str = ""
     """What else was heard meanwhile, for the deadline's text."""
+    started: bool = False
+    """Whether the I/O thread has taken it up; until then what arrives belongs to the time before."""
     next_due: float = 0.0
 
     @property

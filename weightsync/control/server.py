@@ -62,6 +62,7 @@ class ServerLink(Link):
         with self._cond:
             if self._attempt is not attempt:
                 return
+            attempt.started = True
             self._answer = None
             foreign, self._foreign = self._foreign, None
             waiting, self._waiting = self._waiting, None
@@ -76,11 +77,11 @@ class ServerLink(Link):
     def _attempt_tick(self, attempt: Attempt, now: float) -> float | None:
         return None  # the client repeats itself until it is answered
 
-    def _on_handshake(self, message: Message, connection: bytes, now: float) -> None:
+    def _on_handshake(self, header: Header, message: Message, connection: bytes, now: float) -> None:
         if isinstance(message, Hello):
             self._on_hello(message, connection)
         elif isinstance(message, Ready):
-            self._on_ready(message, connection, now)
+            self._on_ready(header, message, connection, now)
         else:
             self._host.count("unexpected")
 
@@ -96,7 +97,7 @@ class ServerLink(Link):
             return
         self._foreign = None
         self._connection = connection
-        if self._attempt is not None and not self._attempt.settled:
+        if self._attempt is not None and self._attempt.started and not self._attempt.settled:
             self._consider(self._attempt, hello, connection)
         else:
             self._waiting = hello, connection
@@ -128,32 +129,31 @@ class ServerLink(Link):
         self._greet(self._wire_to(connection).send, welcome, epoch)
         return _Answer(hello, connection, welcome)
 
-    def _on_ready(self, ready: Ready, connection: bytes, now: float) -> None:
+    def _on_ready(self, header: Header, ready: Ready, connection: bytes, now: float) -> None:
         attempt, answer = self._attempt, self._answer
-        if attempt is None or attempt.settled or answer is None:
-            self._refuse_ready(ready, connection)
-        elif ready.echo != answer.welcome.nonce or connection != answer.connection:
-            self._host.count("stale")
-        else:
-            welcome = answer.welcome
-            wire = self._wire_to(connection)
-            refit = Refit(
-                welcome.epoch, welcome.version, welcome.nonce, wire, connection, now, now, last_message_at=now
-            )
-            self._answer = None
-            self._open(attempt, refit)
+        expected = answer is not None and (ready.echo, connection) == (
+            answer.welcome.nonce,
+            answer.connection,
+        )
+        if attempt is None or answer is None or not expected or attempt.settled:
+            self._refuse(header, ready, connection)
+            return
+        welcome, self._answer = answer.welcome, None
+        wire = self._wire_to(connection)
+        refit = Refit(
+            welcome.epoch, welcome.version, welcome.nonce, wire, connection, now, now, last_message_at=now
+        )
+        self._open(attempt, refit)
 
-    def _refuse_ready(self, ready: Ready, connection: bytes) -> None:
+    def _refuse(self, header: Header, ready: Ready, connection: bytes) -> None:
         """Nobody waits for this client any more: say so, or it would believe that the refit is open."""
         if self._refit is not None and self._refit.token == ready.echo:
             self._host.count("replayed")
             return
         self._host.count("stale")
-        answer = self._answer
-        if answer is not None and answer.welcome.nonce == ready.echo:
-            header = Header(self._host.protocol, self._session, answer.welcome.epoch, ready.echo, 1)
-            body = encode_message(Bye("gave up waiting for the handshake"))
-            self._wire_to(connection).send([encode_header(header), *body])
+        answer = Header(self._host.protocol, self._session, header.epoch, ready.echo, 1)
+        body = encode_message(Bye("had given up waiting for the handshake"))
+        self._wire_to(connection).send([encode_header(answer), *body])
 
     def _has_moved_on(self, refit: Refit) -> bool:
         return self._waiting is not None and self._waiting[1] == refit.connection
