@@ -40,11 +40,12 @@ RANKS = {
     "weightsync.testing": 5,
     "weightsync.cluster.ray": 6,
     "weightsync.cluster.local": 6,
+    "weightsync.connection": 7,
     "weightsync.crew": 7,
     "weightsync.failures": 7,
+    "weightsync.lifecycle": 7,
     "weightsync.report": 7,
     "weightsync.progress": 7,
-    "weightsync.refit": 7,
     "weightsync.synchronizer": 7,
     "weightsync.cli": 9,
 }
