@@ -1,0 +1,64 @@
+"""The Ray actors of a run, called together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .config import DemoConfig
+from .grpo import LogprobGap, Sample
+from .policy_worker import PolicyWorker, TrainFigures
+from .rollout_worker import RolloutWorker
+from .task import Completion, Prompt
+
+_STARTUP_S = 300.0
+_CALL_S = 300.0
+
+
+class Workers:
+    """Policy ranks and one vLLM engine; every call has a deadline."""
+
+    def __init__(self, ray: Any, checkpoint: Path, config: DemoConfig, stop_token_ids: list[int]) -> None:
+        self._ray = ray
+        policy_actor = ray.remote(num_cpus=1)(PolicyWorker)
+        rollout_actor = ray.remote(num_cpus=1)(RolloutWorker)
+        self.rollout = rollout_actor.remote(checkpoint, config, stop_token_ids)
+        self.policy = [policy_actor.remote(rank, checkpoint, config) for rank in range(config.policy.workers)]
+
+    def start(self) -> None:
+        """Wait until the policy is loaded and sharded and vLLM is ready."""
+        port = self.get(self.policy[0].open_rendezvous.remote(), _STARTUP_S)
+        joined = [worker.join.remote(port) for worker in self.policy]
+        self.get([*joined, self.rollout.ready.remote()], _STARTUP_S)
+
+    def get(self, refs: Any, timeout_s: float = _CALL_S) -> Any:
+        """Wait for one result or a list of them; the first failure of a list is raised at once."""
+        return self._ray.get(refs, timeout=timeout_s)
+
+    def generate(self, prompts: list[Prompt], **sampling: Any) -> list[list[Completion]]:
+        """Return each prompt's completions."""
+        groups: list[list[Completion]] = self.get(
+            self.rollout.generate.remote([prompt.token_ids for prompt in prompts], **sampling)
+        )
+        return groups
+
+    def train(self, samples: list[Sample]) -> list[TrainFigures]:
+        """Do one optimizer step, the samples dealt out over the ranks."""
+        hands = deal(samples, len(self.policy))
+        return list(
+            self.get([worker.train.remote(hand) for worker, hand in zip(self.policy, hands, strict=True)])
+        )
+
+    def compare(self, samples: list[Sample]) -> LogprobGap:
+        """Compare the policy's log-probabilities with the sampler's on the current weights of both."""
+        hands = deal(samples, len(self.policy))
+        return LogprobGap.combine(
+            self.get([worker.compare.remote(hand) for worker, hand in zip(self.policy, hands, strict=True)])
+        )
+
+
+def deal(samples: list[Sample], ranks: int) -> list[list[Sample]]:
+    """Deal samples out to the ranks in equal numbers; the first ones again if they do not come out even."""
+    missing = -len(samples) % ranks
+    filled = samples + samples[:missing]
+    return [filled[rank::ranks] for rank in range(ranks)]
