@@ -9,12 +9,13 @@ side places the other can view.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Generator, Iterable, Iterator
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 import torch
 
-from weightsync.errors import IncompleteStreamError, ManifestError
-from weightsync.tensors import ALIGNMENT, TensorMeta, flat_bytes, tensor_from_bytes
+from weightsync.errors import ConfigurationError, IncompleteStreamError, ManifestError
+from weightsync.tensors import ALIGNMENT, TensorMeta, dtype_name, flat_bytes, plain_tensor, tensor_from_bytes
 
 Chunk = tuple[TensorMeta, torch.Tensor]
 
@@ -40,17 +41,37 @@ def split_weight_chunks(
         The chunk's description (``offset`` still `None`) and its bytes, shape ``(chunk_size,)``, uint8.
 
     Raises:
-        ManifestError: a name comes twice.
+        ManifestError: a name comes twice, or a tensor has no plain bytes.
+        ConfigurationError: a bucket size below 1.
     """
+    _require_bucket_size(bucket_size)
     seen: set[str] = set()
     for name, tensor in weights:
+        if not isinstance(name, str):
+            raise ManifestError(f"a tensor's name must be a string, got {name!r:.80}")
         if name in seen:
             raise ManifestError("the weight stream repeats a name", tensor=name)
         seen.add(name)
-        data = flat_bytes(tensor)
-        for start in range(0, max(data.numel(), 1), bucket_size):
-            piece = data[start : start + bucket_size]
-            yield TensorMeta(name, tensor.shape, tensor.dtype, start, piece.numel()), piece
+        yield from _split_tensor(name, tensor, bucket_size)
+        del tensor  # or it would still be there while the source makes the next one
+
+
+def _split_tensor(name: str, tensor: torch.Tensor, bucket_size: int) -> Generator[Chunk, None, None]:
+    try:
+        plain = plain_tensor(tensor)
+        dtype_name(plain.dtype)
+    except ManifestError as error:
+        error.with_context(tensor=name)
+        raise
+    data = flat_bytes(plain)
+    for start in range(0, max(data.numel(), 1), bucket_size):
+        piece = data[start : start + bucket_size]
+        yield TensorMeta(name, plain.shape, plain.dtype, start, piece.numel()), piece
+
+
+def _require_bucket_size(bucket_size: int) -> None:
+    if bucket_size < 1:
+        raise ConfigurationError(f"a bucket must hold at least 1 byte, got {bucket_size}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +92,24 @@ def place_chunks(chunks: Iterable[Chunk], bucket_size: int) -> Iterator[Placemen
     """Give each chunk its bucket and its aligned offset, in stream order.
 
     A chunk that does not fit opens the next bucket; chunks of no bytes never do.
+
+    Raises:
+        ConfigurationError: a chunk is larger than a bucket, or a bucket size below 1.
     """
+    _require_bucket_size(bucket_size)
     bucket, fill = 0, 0
     for meta, data in chunks:
         offset = align_up(fill)
+        if meta.chunk_size > bucket_size:
+            raise ConfigurationError(
+                f"a chunk of {meta.chunk_size} bytes does not fit a bucket of {bucket_size}", tensor=meta.name
+            )
         if meta.chunk_size and offset + meta.chunk_size > bucket_size:
             bucket, offset = bucket + 1, 0
-        fill = max(fill if offset else 0, offset + meta.chunk_size) if meta.chunk_size else fill
+        if meta.chunk_size:
+            fill = offset + meta.chunk_size
         yield Placement(bucket, replace(meta, offset=min(offset, bucket_size)), data)
+        del data  # or its tensor would still be there while the source makes the next one
 
 
 def unpack_bucket(bucket: torch.Tensor, metas: Iterable[TensorMeta]) -> list[Chunk]:
@@ -89,10 +120,10 @@ def unpack_bucket(bucket: torch.Tensor, metas: Iterable[TensorMeta]) -> list[Chu
     """
     chunks = []
     for meta in metas:
-        start = meta.offset or 0
+        start = -1 if meta.offset is None else meta.offset
         if start < 0 or meta.chunk_size < 0 or start + meta.chunk_size > bucket.numel():
             raise ManifestError(
-                f"chunk at {start}+{meta.chunk_size} lies outside a bucket of {bucket.numel()} bytes",
+                f"a chunk at {meta.offset}+{meta.chunk_size} lies outside a bucket of {bucket.numel()} bytes",
                 tensor=meta.name,
             )
         chunks.append((meta, bucket[start : start + meta.chunk_size]))
@@ -109,17 +140,21 @@ class ChunkMerger:
         self._meta: TensorMeta | None = None
         self._data: torch.Tensor | None = None
         self._filled = 0
+        self._begun: set[str] = set()
 
     def feed(self, chunks: Iterable[Chunk]) -> list[tuple[str, torch.Tensor]]:
         """Take one bucket's chunks; return the tensors that they complete.
 
         Raises:
             IncompleteStreamError: a chunk is missing, repeated or out of order.
+            ManifestError: a name comes twice, or a description is impossible.
         """
         return [done for meta, data in chunks if (done := self._take(meta, data)) is not None]
 
     def _take(self, meta: TensorMeta, data: torch.Tensor) -> tuple[str, torch.Tensor] | None:
         self._require_next(meta, data)
+        if self._meta is None:
+            self._begin(meta)
         if meta.is_whole:
             return meta.name, tensor_from_bytes(data, meta.shape, meta.dtype)
         if self._data is None:
@@ -133,8 +168,18 @@ class ChunkMerger:
         self._meta, self._data, self._filled = None, None, 0
         return meta.name, merged
 
+    def _begin(self, meta: TensorMeta) -> None:
+        if min(meta.shape, default=0) < 0:
+            raise ManifestError(f"{list(meta.shape)} is no shape", tensor=meta.name)
+        if meta.name in self._begun:
+            raise ManifestError("the stream repeats a name", tensor=meta.name)
+        self._begun.add(meta.name)
+
     def _require_next(self, meta: TensorMeta, data: torch.Tensor) -> None:
-        if data.numel() != meta.chunk_size or meta.chunk_offset + meta.chunk_size > meta.nbytes:
+        fits = meta.chunk_offset + meta.chunk_size <= meta.nbytes and (meta.chunk_size > 0) == (
+            meta.nbytes > 0
+        )
+        if data.numel() != meta.chunk_size or not fits:
             raise IncompleteStreamError(
                 f"a chunk of {data.numel()} bytes does not match its description", tensor=meta.name
             )
@@ -171,14 +216,17 @@ async def merge_weight_chunk_batches(
     """Turn batches of chunks into batches of whole tensors, bucket by bucket.
 
     A batch that completes no tensor is not passed on. Whole tensors are views of their bucket, valid
-    until the next batch is asked for; tensors merged from several chunks own their memory.
+    until the next batch is asked for; tensors merged from several chunks own their memory. Closing this
+    generator closes ``chunk_batches``.
 
     Raises:
         IncompleteStreamError: a chunk is missing, or the stream ends inside a tensor.
+        ManifestError: a name comes twice, or a description is impossible.
     """
     merger = ChunkMerger()
-    async for chunks in chunk_batches:
-        tensors = merger.feed(chunks)
-        if tensors:
-            yield tensors
+    async with aclosing(chunk_batches):
+        async for chunks in chunk_batches:
+            tensors = merger.feed(chunks)
+            if tensors:
+                yield tensors
     merger.require_complete()

@@ -153,9 +153,12 @@ class WeightStream(Generator[tuple[str, torch.Tensor], None, None]):
     def __init__(self, manifest: WeightManifest, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.manifest = manifest
         self._weights: Iterator[tuple[str, torch.Tensor]] = iter(weights)
+        self._closed = False
 
     def send(self, value: None) -> tuple[str, torch.Tensor]:
         """Return the next item (generator protocol; ``value`` is ignored)."""
+        if self._closed:
+            raise StopIteration
         return next(self._weights)
 
     def throw(
@@ -170,32 +173,59 @@ class WeightStream(Generator[tuple[str, torch.Tensor], None, None]):
         return super().throw(typ, val, tb)  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """Close the underlying generator, so that its ``finally`` blocks run now."""
+        """End the stream, and close the underlying generator, so that its ``finally`` blocks run now."""
+        self._closed = True
         close = getattr(self._weights, "close", None)
         if close is not None:
             close()
 
 
-def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's values as a flat ``uint8`` tensor, shape ``(nbytes,)``, on its own device.
+def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's values as they are sent: dense, contiguous, an ordinary tensor on its own device.
 
     Views where the memory is already plain, copies where it is strided, expanded, lazily conjugated or
     negated. Never keeps autograd history.
+
+    Raises:
+        ManifestError: the values are not in one plain memory: a sharded, wrapped, sparse, quantised, lazy
+            or ``meta`` tensor, or no tensor at all.
     """
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if not isinstance(tensor, torch.Tensor):
+        raise ManifestError(f"a {type(tensor).__name__} is no tensor")
+    if torch.nn.parameter.is_lazy(tensor) or tensor.is_meta:
+        raise ManifestError("the tensor has no values yet: it is lazy, or on the meta device")
+    if hasattr(tensor, "__tensor_flatten__") or tensor.layout is not torch.strided or tensor.is_quantized:
+        raise ManifestError(
+            f"a {type(tensor).__name__} ({tensor.layout}) has no plain bytes: send what its full_tensor() "
+            "or dequantize() returns"
+        )
+    ordinary = tensor.detach().as_subclass(torch.Tensor)
+    return ordinary.resolve_conj().resolve_neg().contiguous()
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's values as a flat ``uint8`` tensor, shape ``(nbytes,)``; see `plain_tensor`."""
+    plain = plain_tensor(tensor)
     if plain.numel() == 0:
         return torch.empty(0, dtype=torch.uint8, device=plain.device)
     return plain.reshape(-1).view(torch.uint8)
 
 
 def tensor_from_bytes(data: torch.Tensor, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
-    """View flat ``uint8`` data of exactly the right length as a tensor; copies only when misaligned."""
-    size = torch.Size(shape)
-    if size.numel() == 0:
-        return torch.empty(size, dtype=dtype, device=data.device)
+    """View flat ``uint8`` data as a tensor; copies only when misaligned.
+
+    Raises:
+        ManifestError: the data is not as long as shape and dtype say, or the shape is none.
+    """
+    sizes = tuple(shape)
+    expected = prod(sizes) * dtype.itemsize
+    if min(sizes, default=0) < 0 or data.numel() != expected:
+        raise ManifestError(f"{data.numel()} bytes cannot be a tensor of shape {list(sizes)} and {dtype}")
+    if expected == 0:
+        return torch.empty(sizes, dtype=dtype, device=data.device)
     if (data.data_ptr() % dtype.itemsize) or (data.storage_offset() % dtype.itemsize):
         data = data.clone()
-    return data.view(dtype).view(size)
+    return data.view(dtype).view(sizes)
 
 
 def digest_bytes(data: torch.Tensor) -> int:
@@ -207,7 +237,7 @@ def digest_bytes(data: torch.Tensor) -> int:
     if data.numel() == 0:
         return 0
     if data.device.type == "cpu":
-        return int(xxhash.xxh3_64_intdigest(memoryview(data.numpy())))
+        return int(xxhash.xxh3_64_intdigest(data.numpy().data))
     return _folded_digest(data)
 
 
@@ -219,21 +249,36 @@ def digest_kind(device: torch.device) -> str:
 def _folded_digest(data: torch.Tensor) -> int:
     """Order-sensitive digest made of torch operations, so that device memory is not copied to the host.
 
-    Each byte is weighted by an odd multiplier that depends on its position, in wrapping 64-bit arithmetic.
+    The sum, in wrapping 64-bit arithmetic, of a hash of each 8-byte word and its position. For a given
+    position the hash is one-to-one, so that one changed word always shows; it is not linear, because
+    in a linear one many moved bytes cancel out.
     """
-    digest = 0
+    digest = torch.zeros((), dtype=torch.int64, device=data.device)
     for start in range(0, data.numel(), _FOLD_BYTES):
-        piece = data[start : start + _FOLD_BYTES].to(torch.int64) + 1
-        position = torch.arange(piece.numel(), device=data.device, dtype=torch.int64)
-        weights = position * _FOLD_STEP + _FOLD_FIRST
-        digest = (digest * _FOLD_MIX + int((piece * weights).sum())) & _MASK_64
-    return digest
+        words = _words(data[start : start + _FOLD_BYTES])
+        position = torch.arange(words.numel(), device=data.device, dtype=torch.int64)
+        digest += _mix(words ^ ((position + start // 8 + 1) * _FOLD_STEP)).sum()
+    return (int(digest) ^ (data.numel() * _FOLD_FACTOR)) & _MASK_64
 
 
-_FOLD_BYTES = 4 << 20
-_FOLD_STEP = 0x9E3779B97F4A7C16 - (1 << 64)
-_FOLD_FIRST = 0x2545F4914F6CDD1D
-_FOLD_MIX = 0x100000001B3
+def _words(data: torch.Tensor) -> torch.Tensor:
+    """Return bytes as ``int64`` words, the last one filled up with zeros (the digest counts the length)."""
+    if data.numel() % 8:
+        data = torch.nn.functional.pad(data, (0, -data.numel() % 8))
+    return tensor_from_bytes(data, (data.numel() // 8,), torch.int64)
+
+
+def _mix(words: torch.Tensor) -> torch.Tensor:
+    # The masks make arithmetic shifts logical; with the sign bits the step would not be one-to-one.
+    words = (words ^ ((words >> 30) & ((1 << 34) - 1))) * _FOLD_FACTOR
+    words = (words ^ ((words >> 27) & ((1 << 37) - 1))) * _FOLD_FACTOR_2
+    return words ^ ((words >> 31) & ((1 << 33) - 1))
+
+
+_FOLD_BYTES = 16 << 20
+_FOLD_STEP = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, and as a signed 64-bit number, which torch takes
+_FOLD_FACTOR = 0x2545F4914F6CDD1D
+_FOLD_FACTOR_2 = 0x5851F42D4C957F2D
 _MASK_64 = (1 << 64) - 1
 
 
