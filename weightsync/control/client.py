@@ -55,7 +55,7 @@ class ClientLink(Link):
             self._greet(self._wire.send, Bye("closed its control channel"), None)
 
     def _start(self, attempt: Attempt) -> None:
-        attempt.next_due = time.monotonic()
+        """Nothing to do: the tick that follows dials and says hello."""
 
     def _attempt_tick(self, attempt: Attempt, now: float) -> float | None:
         if self._peer_closed:
@@ -93,7 +93,8 @@ class ClientLink(Link):
         if not isinstance(message, Welcome):
             self._host.count("unexpected")
         elif attempt is None or message.echo != attempt.nonce or attempt.settled:
-            self._host.count("stale")
+            if self._refit is None or message.nonce != self._refit.token:  # not just the answer said twice
+                self._host.count("stale")
         elif attempt.epoch is not None and message.epoch != attempt.epoch:
             attempt.heard = f"it is at epoch {message.epoch}"
             self._host.count("foreign_epoch")

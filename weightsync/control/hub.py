@@ -146,8 +146,7 @@ class ControlHub:
         if first:
             atexit.unregister(self.close)
             for link in links:
-                link.shut_down("the control hub was closed")
-                link.end()
+                link.shut_down()
             self._loop.submit(self._say_farewell)
         self._loop.stop(_CLOSE_S)
 
@@ -259,7 +258,7 @@ class ControlHub:
 
     def _teardown(self) -> None:
         for link in self._all_links():
-            link.shut_down("the control hub was closed")
+            link.shut_down()
             if isinstance(link, ClientLink):
                 link.release_wire()
         self._server.close()

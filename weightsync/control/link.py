@@ -217,6 +217,8 @@ class Link(ABC):
             self._require_not_closed()
             if self._refit is not None:
                 self._raise_failure(self._refit, "check")
+                if self._refit.peer_closed and not self._refit.inbox:
+                    raise self._left_error(self._refit, (), "check")
 
     def abort(self, error: BaseException) -> None:
         """Tell the peer that this side failed, and leave the refit. Best effort; returns within a second."""
@@ -238,17 +240,11 @@ class Link(ABC):
 
     def end(self) -> None:
         """Leave the refit: no more heartbeats, and what the peer still sends is dropped."""
-        with self._cond:
-            refit = self._refit
-            if refit is None:
-                return
-            if refit.failure is None and refit.ended is None:
-                self._submit(partial(self._transmit, refit, encode_message(Bye("ended the refit"))))
-            self._leave(refit)
+        self._end(Bye("ended the refit"))
 
     def close(self) -> None:
         """Leave the refit and close the link. Idempotent; waits blocked in it raise `LifecycleError`."""
-        self.end()
+        self._end(Bye("closed the link", final=True))
         if self._shut(f"the link to {self.peer} was closed"):
             self._submit(partial(self._host.forget, self))
 
@@ -278,7 +274,7 @@ class Link(ABC):
         """Take in one frame from the authenticated peer."""
         with self._cond:
             if self._closed is not None:
-                self._host.count("unexpected")
+                self._host.count("late")
             elif frame.header is None or frame.message is None:
                 self._on_foreign_protocol(frame.protocol, connection)
             elif frame.header.session != self._session:
@@ -287,7 +283,7 @@ class Link(ABC):
                 self._on_handshake(frame.header, frame.message, connection, now)
             elif isinstance(frame.message, Bye) and not frame.header.token:
                 self._on_hub_closed()
-            elif (refit := self._refit_of(frame.header, connection)) is not None:
+            elif (refit := self._refit_of(frame.header, frame.message, connection)) is not None:
                 self._on_message(refit, frame.message, now)
             self._cond.notify_all()
 
@@ -319,9 +315,10 @@ class Link(ABC):
             if self._refit is not None:
                 self._refit.heard_at = min(self._refit.heard_at + seconds, time.monotonic())
 
-    def shut_down(self, reason: str) -> None:
+    def shut_down(self) -> None:
         """The hub closes."""
-        self._shut(reason)
+        self._shut("the control hub was closed")
+        self._end(Bye("closed its control channel", final=True))
 
     def _transmit(self, refit: Refit, body: list[bytes]) -> None:
         with self._cond:
@@ -341,7 +338,7 @@ class Link(ABC):
         self._last_epoch = max(self._last_epoch, refit.epoch)
         self._cond.notify_all()
 
-    def _refit_of(self, header: Header, connection: bytes) -> Refit | None:
+    def _refit_of(self, header: Header, message: Message, connection: bytes) -> Refit | None:
         """Return the refit that a frame belongs to; count a frame that belongs to none."""
         refit = self._refit
         if refit is not None and header.token == refit.token and header.epoch == refit.epoch:
@@ -353,7 +350,8 @@ class Link(ABC):
                 refit.frames_in = header.number
                 return refit
         elif header.token and header.token == self._last_token:
-            self._host.count("late")
+            if not isinstance(message, Bye):  # the usual answer to our own
+                self._host.count("late")
         elif refit is None or header.epoch != refit.epoch:
             self._host.count("foreign_epoch")
         else:
@@ -372,7 +370,7 @@ class Link(ABC):
             )
             self._transmit(refit, encode_message(Bye("heard the abort")))
         elif isinstance(message, Bye):
-            refit.ended, refit.lost_at = message.reason, None
+            refit.ended, refit.peer_closed, refit.lost_at = message.reason, message.final, None
         elif len(refit.inbox) >= MAX_QUEUED:
             self._fail(
                 refit, partial(ProtocolError, f"{self.peer} sent {MAX_QUEUED} messages that nobody took")
@@ -384,8 +382,9 @@ class Link(ABC):
         self._peer_closed = True
         if self._attempt is not None:
             self._attempt.failure = self._hub_closed_error
-        if self._refit is not None and self._refit.ended is None:
-            self._refit.ended = "closed its control channel"
+        if self._refit is not None:
+            self._refit.ended = self._refit.ended or "closed its control channel"
+            self._refit.peer_closed = True
 
     def _hub_closed_error(self) -> WeightSyncError:
         return PeerLostError(f"{self.peer} has closed its control channel; connect to its new card")
@@ -452,12 +451,17 @@ class Link(ABC):
             return self._expected(refit.inbox.popleft(), types, phase)
         self._raise_failure(refit, phase)
         if refit.ended is not None or self._has_moved_on(refit):
-            how = refit.ended or "began another refit"
-            raise PeerLostError(
-                f"{self.peer} left the refit before {_names(types)}: it {how}; last heard: {self.last_heard}",
-                peer=self.peer, phase=phase,
-            )  # fmt: skip
+            raise self._left_error(refit, types, phase)
         return None
+
+    def _left_error(self, refit: Refit, types: tuple[type[Message], ...], phase: str) -> WeightSyncError:
+        how = refit.ended or "began another refit"
+        heard = refit.last_heard(time.monotonic())
+        return PeerLostError(
+            f"{self.peer} left the refit before {_names(types)}: it {how}; last heard: {heard}",
+            peer=self.peer,
+            phase=phase,
+        )
 
     def _has_moved_on(self, refit: Refit) -> bool:
         """Whether the peer has left this refit for another without a word."""
@@ -503,6 +507,15 @@ class Link(ABC):
         return DeadlineError(
             f"{limit} for {_names(types)} from {self.peer}; last heard: {heard}", peer=self.peer, phase=phase
         )
+
+    def _end(self, bye: Bye) -> None:
+        with self._cond:
+            refit = self._refit
+            if refit is None:
+                return
+            if refit.failure is None and refit.ended is None and refit.closing is None:
+                self._submit(partial(self._transmit, refit, encode_message(bye)))
+            self._leave(refit)
 
     def _leave(self, refit: Refit) -> None:
         self._last_heard = refit.last_heard(time.monotonic())

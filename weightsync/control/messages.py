@@ -173,9 +173,10 @@ class Heartbeat(Message, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Bye(Message, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The sender of this leaves the refit in good order; ``reason`` says why."""
+    """The sender of this leaves the refit in good order; with ``final`` its end of the link is closed."""
 
     reason: str = ""
+    final: bool = False
 
 
 AnyMessage = (

@@ -53,6 +53,8 @@ class Refit:
     """The failure is one that the peer told."""
     ended: str | None = None
     """Why the peer left in good order."""
+    peer_closed: bool = False
+    """It has closed its end of the link, too: nothing that this side still does can matter to it."""
     closing: str | None = None
     """Why this side leaves."""
     last_message: str = "handshake"
