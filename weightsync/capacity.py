@@ -1,0 +1,68 @@
+"""How much memory a worker has: what the size of the transfer buckets is computed from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import psutil
+import torch
+
+from weightsync.errors import ConfigurationError
+
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+
+
+def total_memory_bytes(device: str) -> int:
+    """Return the bytes of memory behind a device.
+
+    Args:
+        device: ``"cuda"`` (the current GPU), ``"cuda:N"``, or ``"cpu"``: the host's physical memory, or the
+            limit of this process's control group (version 1 or 2) where that is smaller.
+
+    Raises:
+        ConfigurationError: another kind of device, or ``cuda`` on a machine without that GPU.
+    """
+    kind, _, index = device.partition(":")
+    if kind == "cuda":
+        return _gpu_bytes(device, index)
+    if device == "cpu":
+        return host_memory_bytes()
+    raise ConfigurationError(f"device must be 'cpu', 'cuda' or 'cuda:N', got {device!r}")
+
+
+def host_memory_bytes(cgroup_root: Path = _CGROUP_ROOT, own_cgroups: Path = _OWN_CGROUPS) -> int:
+    """Return the smaller of physical memory and the control group's limit, in bytes."""
+    return min([psutil.virtual_memory().total, *_cgroup_limits(cgroup_root, own_cgroups)])
+
+
+def _gpu_bytes(device: str, index: str) -> int:
+    if not torch.cuda.is_available():
+        raise ConfigurationError(f"device is {device!r}, but this worker sees no CUDA GPU; set device: cpu")
+    if index and not (index.isdecimal() and int(index) < torch.cuda.device_count()):
+        raise ConfigurationError(f"device is {device!r}, but there are {torch.cuda.device_count()} GPUs")
+    number = int(index) if index else torch.cuda.current_device()
+    return int(torch.cuda.get_device_properties(number).total_memory)
+
+
+def _cgroup_limits(root: Path, own: Path) -> Iterator[int]:
+    """Yield every limit on the way from this process's groups up to the root: any of them may bind."""
+    if not own.is_file():
+        return
+    for line in own.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            yield from _limits_upwards(root, path, "memory.max")
+        elif "memory" in controllers.split(","):
+            yield from _limits_upwards(root / "memory", path, "memory.limit_in_bytes")
+
+
+def _limits_upwards(root: Path, path: str, file_name: str) -> Iterator[int]:
+    group = PurePosixPath(path.lstrip("/"))
+    for folder in (group, *group.parents):
+        file = root / folder / file_name
+        # Inside a container the host's path may not exist below the mount; its own root then has the limit.
+        text = file.read_text().strip() if ".." not in folder.parts and file.is_file() else "max"
+        if text.isdecimal():
+            yield int(text)

@@ -1,0 +1,137 @@
+"""One policy worker's checkpoint engine: made, connected, used and closed in the right order."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from weightsync.capacity import total_memory_bytes
+from weightsync.engines.base import CheckpointEngine
+from weightsync.engines.registry import create_checkpoint_engine
+from weightsync.errors import LifecycleError
+
+SEND = "send_weights_via_checkpoint_engine"
+
+SESSION_METHODS = (
+    "checkpoint_engine_total_memory_bytes",
+    "init_checkpoint_engine",
+    "prepare_checkpoint_engine",
+    "init_checkpoint_engine_process_group",
+    "open_refit",
+    "finalize_checkpoint_engine",
+    "close_checkpoint_engine",
+)
+"""The methods of the worker protocol that a session answers."""
+
+POLICY_METHODS = (*SESSION_METHODS[:5], SEND, *SESSION_METHODS[5:])
+"""Every method of the worker protocol that a policy worker answers."""
+
+
+class PolicySession:
+    """Holds the engine of one policy worker. Methods may be called from any thread; they never overlap."""
+
+    def __init__(self) -> None:
+        self._engine: CheckpointEngine | None = None
+        self._made_with: tuple[str, int, dict[str, Any]] | None = None
+        self._connected = False
+        self._busy = threading.Lock()
+        self._running = ""
+
+    def checkpoint_engine_total_memory_bytes(self, device: str) -> int:
+        """Return the bytes of GPU memory, or of host memory for ``"cpu"``."""
+        return total_memory_bytes(device)
+
+    def init_checkpoint_engine(
+        self, backend: str, bucket_size_bytes: int, engine_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """Make the engine. The same call again does nothing.
+
+        Raises:
+            LifecycleError: an engine with other settings is there; close it first.
+        """
+        wanted = (backend, bucket_size_bytes, copy.deepcopy(engine_kwargs or {}))
+        with self._exclusive("init_checkpoint_engine"):
+            if self._engine is None:
+                self._engine = create_checkpoint_engine(
+                    backend, bucket_size_bytes=bucket_size_bytes, engine_kwargs=engine_kwargs or {}
+                )
+                self._made_with = wanted
+            elif self._made_with != wanted:
+                raise LifecycleError(
+                    "this policy worker has a checkpoint engine with other settings; call "
+                    f"close_checkpoint_engine first (it has {self._made_with}, wanted {wanted})"
+                )
+
+    def prepare_checkpoint_engine(self) -> Any:
+        """Return the engine's metadata for its peers."""
+        with self._exclusive("prepare_checkpoint_engine"):
+            return self._require_engine().prepare()
+
+    def init_checkpoint_engine_process_group(
+        self, *, worker_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
+    ) -> None:
+        """Connect to the rollout side."""
+        with self._exclusive("init_checkpoint_engine_process_group"):
+            self._connected = False
+            self._require_engine().init_policy_process_group(
+                worker_rank=worker_rank,
+                train_world_size=train_world_size,
+                rollout_world_size=rollout_world_size,
+                metadata=metadata,
+            )
+            self._connected = True
+
+    def open_refit(self, epoch: int, version: int) -> None:
+        """Announce the next refit to the engine."""
+        with self._exclusive("open_refit"):
+            self._require_connected().open_refit(epoch=epoch, version=version)
+
+    @contextmanager
+    def sending(self) -> Iterator[CheckpointEngine]:
+        """Lend the engine for one send; a second one meanwhile is a `LifecycleError`."""
+        with self._exclusive(SEND):
+            yield self._require_connected()
+
+    def finalize_checkpoint_engine(self) -> None:
+        """Release per-refit state; nothing to do without an engine."""
+        with self._exclusive("finalize_checkpoint_engine"):
+            if self._engine is not None:
+                self._engine.finalize()
+
+    def close_checkpoint_engine(self) -> None:
+        """Give the engine back; another can be made afterwards. Nothing to do without an engine."""
+        with self._exclusive("close_checkpoint_engine"):
+            engine, self._engine, self._made_with, self._connected = self._engine, None, None, False
+            if engine is not None:
+                engine.close()
+
+    @contextmanager
+    def _exclusive(self, method: str) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise LifecycleError(
+                f"{method} while {self._running or 'another call'} is running on this worker"
+            )
+        try:
+            self._running = method
+            yield
+        finally:
+            self._running = ""
+            self._busy.release()
+
+    def _require_engine(self) -> CheckpointEngine:
+        if self._engine is None:
+            raise LifecycleError(
+                "this policy worker has no checkpoint engine; call init_checkpoint_engine first"
+            )
+        return self._engine
+
+    def _require_connected(self) -> CheckpointEngine:
+        engine = self._require_engine()
+        if not self._connected:
+            raise LifecycleError(
+                "the checkpoint engine has no peers yet; call init_checkpoint_engine_process_group first"
+            )
+        return engine
