@@ -37,7 +37,9 @@ _EXPERTS: dict[str, Any] = {
 }
 
 
-def make_tiny_model(kind: TinyKind, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
+def make_tiny_model(
+    kind: TinyKind, seed: int, dtype: torch.dtype = torch.bfloat16, *, vocab_size: int = VOCAB_SIZE
+) -> torch.nn.Module:
     """Return a tiny random causal language model (transformers), in evaluation mode.
 
     Args:
@@ -45,12 +47,13 @@ def make_tiny_model(kind: TinyKind, seed: int, dtype: torch.dtype = torch.bfloat
             output layer, ``qwen3moe`` has four experts a layer.
         seed: fixes the weights; the caller's random state is left alone.
         dtype: dtype of the parameters.
+        vocab_size: rows of the embedding; at least the tokenizer's 259.
 
     Raises:
         ConfigurationError: unknown kind.
         MissingDependencyError: ``transformers`` is not installed.
     """
-    model_cls, config = _architecture(kind)
+    model_cls, config = _architecture(kind, vocab_size)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: torch.nn.Module = model_cls(config).to(dtype).eval()
@@ -58,7 +61,12 @@ def make_tiny_model(kind: TinyKind, seed: int, dtype: torch.dtype = torch.bfloat
 
 
 def make_tiny_checkpoint(
-    kind: TinyKind, path: str | Path, seed: int, dtype: torch.dtype = torch.bfloat16
+    kind: TinyKind,
+    path: str | Path,
+    seed: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    vocab_size: int = VOCAB_SIZE,
 ) -> Path:
     """Save a tiny random model with its byte tokenizer under ``path``; see `make_tiny_model`.
 
@@ -66,7 +74,7 @@ def make_tiny_checkpoint(
         The directory, which an engine can load as a model.
     """
     directory = Path(path)
-    model: Any = make_tiny_model(kind, seed, dtype)
+    model: Any = make_tiny_model(kind, seed, dtype, vocab_size=vocab_size)
     model.save_pretrained(directory)
     byte_tokenizer().save_pretrained(directory)
     return directory
@@ -86,16 +94,16 @@ def byte_tokenizer() -> Any:
     )
 
 
-def _architecture(kind: TinyKind) -> tuple[Any, Any]:
+def _architecture(kind: TinyKind, vocab_size: int) -> tuple[Any, Any]:
     if kind not in get_args(TinyKind):
         raise ConfigurationError(f"unknown tiny model {kind!r}; known: {', '.join(get_args(TinyKind))}")
     hf = _transformers()
-    tied = {"tie_word_embeddings": kind == "qwen3tied"}
+    sizes = {**_SIZES, "vocab_size": vocab_size, "tie_word_embeddings": kind == "qwen3tied"}
     if kind == "llama":
-        return hf.LlamaForCausalLM, hf.LlamaConfig(**_SIZES, **tied)
+        return hf.LlamaForCausalLM, hf.LlamaConfig(**sizes)
     if kind == "qwen3moe":
-        return hf.Qwen3MoeForCausalLM, hf.Qwen3MoeConfig(**_SIZES, **_EXPERTS, **tied)
-    return hf.Qwen3ForCausalLM, hf.Qwen3Config(**_SIZES, **tied)
+        return hf.Qwen3MoeForCausalLM, hf.Qwen3MoeConfig(**sizes, **_EXPERTS)
+    return hf.Qwen3ForCausalLM, hf.Qwen3Config(**sizes)
 
 
 def _transformers() -> Any:

@@ -1,0 +1,50 @@
+"""The arguments with which vLLM is started so that a checkpoint engine can refit it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from weightsync.errors import ConfigurationError
+
+EXTENSION = "weightsync.rollout.vllm.extension.VllmInternalWorkerExtensionWithCheckpointEngine"
+NIXL_WORKER = "weightsync.rollout.vllm.worker_cls.NixlVllmWorker"
+REFIT_CFG_KEY = "refit_cfg"
+"""Key of ``additional_config`` under which the settings of the NIXL transport stand."""
+
+
+class RefitSettings(Protocol):
+    """The part of the refit configuration that vLLM's start depends on."""
+
+    @property
+    def transport(self) -> str:
+        """The selected transport: ``"nixl"``, or another one."""
+
+    def engine_kwargs(self) -> dict[str, Any]:
+        """Return the engine's settings."""
+
+
+def configure_vllm_kwargs(refit_config: RefitSettings, vllm_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return ``vllm_kwargs`` for ``LLM`` or ``AsyncEngineArgs`` with the refit worker and extension set.
+
+    Args:
+        refit_config: the loaded configuration (`weightsync.config.RefitConfig`).
+        vllm_kwargs: the caller's own arguments; not changed.
+
+    Raises:
+        ConfigurationError: the caller set another worker or extension.
+    """
+    wanted = {"worker_extension_cls": EXTENSION}
+    additional = dict(vllm_kwargs.get("additional_config") or {})
+    if refit_config.transport == "nixl":
+        wanted["worker_cls"] = NIXL_WORKER
+        settings = refit_config.engine_kwargs()
+        additional[REFIT_CFG_KEY] = {
+            key: settings[key] for key in ("backend_name", "backend_init_params") if settings.get(key)
+        }
+    for key, value in wanted.items():
+        if vllm_kwargs.get(key) not in (None, "auto", value):
+            raise ConfigurationError(
+                f"vLLM argument {key} is {vllm_kwargs[key]!r}, but checkpoint-engine refit needs {value!r}: "
+                "leave it out, or subclass that one and start vLLM without configure_vllm_kwargs"
+            )
+    return {**vllm_kwargs, **wanted, "additional_config": additional}

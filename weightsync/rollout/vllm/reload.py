@@ -1,0 +1,96 @@
+"""The seam to vLLM's layerwise reload: the only module that touches its bookkeeping.
+
+vLLM defers writing a layer until all of its tensors came, and keeps them until then: also those that view
+a transfer buffer, which its owner is about to overwrite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+def begin_reload(model: torch.nn.Module) -> None:
+    """Set a model aside for reloading. Its layers hold no weights until they are loaded or given back."""
+    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+    initialize_layerwise_reload(model)
+
+
+def finish_reload(model: torch.nn.Module, model_config: Any) -> None:
+    """Process what is still deferred, and give layers that got nothing their old weights back."""
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+    finalize_layerwise_reload(model, model_config)
+
+
+def abandon_reload(model: torch.nn.Module, model_config: Any) -> None:
+    """Drop everything deferred, so that unfinished layers get their old weights back."""
+    for _, info in _pending(model):
+        info.loaded_weights.clear()
+        info.load_numel = 0
+    finish_reload(model, model_config)
+
+
+def detach_deferred(model: torch.nn.Module, storages: set[int]) -> int:
+    """Copy deferred tensors out of borrowed memory.
+
+    Args:
+        model: a model that is being reloaded.
+        storages: data pointers of the storages that are about to be given back.
+
+    Returns:
+        Bytes that were copied.
+    """
+    copied = 0
+    for _, info in _pending(model):
+        for _, bound in info.loaded_weights:
+            for key, value in bound.arguments.items():
+                detached, size = _detached(value, storages)
+                copied += size
+                if size:
+                    bound.arguments[key] = detached
+    return copied
+
+
+def unloaded_parameters(model: torch.nn.Module) -> list[str]:
+    """Return the parameters of layers that got nothing since the reload began."""
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
+    return [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module, info in _pending_named(model)
+        if not info.load_numel and not is_deferred_attention_layer(module)
+        for name in module._parameters
+    ]
+
+
+def _detached(value: Any, storages: set[int]) -> tuple[Any, int]:
+    if isinstance(value, torch.Tensor):
+        if value.is_meta or value.untyped_storage().data_ptr() not in storages:
+            return value, 0
+        return value.clone(), value.numel() * value.element_size()
+    if isinstance(value, dict):
+        pairs = {key: _detached(item, storages) for key, item in value.items()}
+        return {key: item for key, (item, _) in pairs.items()}, sum(size for _, size in pairs.values())
+    if isinstance(value, list | tuple):
+        items = [_detached(item, storages) for item in value]
+        return type(value)(item for item, _ in items), sum(size for _, size in items)
+    return value, 0
+
+
+def _pending(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Any]]:
+    for _, module, info in _pending_named(model):
+        yield module, info
+
+
+def _pending_named(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, Any]]:
+    """Yield the layers that are not completely loaded, with vLLM's record of each."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for name, module in model.named_modules():
+        info = get_layerwise_info(module)
+        if info.can_load():
+            yield name, module, info

@@ -1,0 +1,103 @@
+"""A second copy of a worker's model on the meta device, on which a refit is tried out without memory."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from weightsync.rollout.vllm.coverage import CoverageReport, RankPlace, build_report, meta_tensors
+from weightsync.rollout.vllm.tracer import LoadTracer
+from weightsync.tensors import WeightManifest
+
+_MAX_REFUSALS = 20
+_MAX_REASON_CHARS = 200
+
+
+class TrialModel:
+    """The model of one vLLM worker without its memory; made once, tried as often as manifests change.
+
+    Args:
+        vllm_config: the worker's configuration.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        self._config = _private_copy(vllm_config)
+        self._model = _build_on_meta(self._config)
+        self._place = rank_place(vllm_config)
+
+    def try_manifest(self, manifest: WeightManifest) -> CoverageReport:
+        """Run ``load_weights`` on tensors of the manifest's shapes, and report what it did."""
+        from vllm.config import set_current_vllm_config
+
+        sources = meta_tensors(manifest)
+        targets = [*self._model.named_parameters(), *self._model.named_buffers()]
+        tracer = LoadTracer(targets, sources)
+        with set_current_vllm_config(self._config), torch.device("meta"), torch.no_grad(), tracer:
+            refused = _feed(self._model, sources)
+        return build_report(
+            manifest, tracer.writes, dict(self._model.named_parameters()), refused, self._place
+        )
+
+
+def rank_place(vllm_config: Any) -> RankPlace:
+    """Return where this worker stands in its engine."""
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+    parallel = vllm_config.parallel_config
+    return RankPlace(
+        tp_rank=get_tensor_model_parallel_rank(),
+        tp_size=parallel.tensor_parallel_size,
+        pipeline_parallel=parallel.pipeline_parallel_size > 1,
+        expert_parallel=parallel.enable_expert_parallel,
+    )
+
+
+def _feed(model: Any, sources: list[tuple[str, torch.Tensor]]) -> dict[str, str]:
+    """Load the sources; a tensor at which the model raises is noted, and loading goes on after it."""
+    refused: dict[str, str] = {}
+    current: list[str] = []
+
+    def items() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in sources:
+            current[:] = [name]
+            yield name, tensor
+        current.clear()
+
+    remaining = items()
+    while len(refused) < _MAX_REFUSALS:
+        try:
+            model.load_weights(remaining)
+        except Exception as error:  # noqa: BLE001 - what a model raises at a bad tensor is its own affair
+            if not current:
+                # The whole stream was read: the complaint is about what it lacks, and that is counted anyway.
+                break
+            refused[current[0]] = f"{type(error).__name__}: {error}"[:_MAX_REASON_CHARS]
+        else:
+            break
+    return refused
+
+
+def _build_on_meta(config: Any) -> Any:
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    dtype = config.model_config.dtype
+    with set_current_vllm_config(config), torch.device("meta"), set_default_torch_dtype(dtype):
+        return initialize_model(vllm_config=config)
+
+
+def _private_copy(vllm_config: Any) -> Any:
+    """Copy a configuration so that a second model does not enter itself into the first one's registries."""
+    config = copy.copy(vllm_config)
+    compilation = copy.copy(vllm_config.compilation_config)
+    compilation.static_forward_context = {}
+    compilation.static_all_moe_layers = []
+    compilation.enabled_custom_ops = Counter()
+    compilation.disabled_custom_ops = Counter()
+    config.compilation_config = compilation
+    return config
