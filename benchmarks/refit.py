@@ -12,7 +12,6 @@ neighbouring measurements is the figure to look at.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import sys
@@ -28,9 +27,10 @@ import psutil
 import torch
 import torch.multiprocessing as mp
 
-from weightsync.engines.nixl import NIXLCheckpointEngine, preinit_nixl_agent
+from weightsync.engines.nixl import preinit_nixl_agent
+from weightsync.policy import PolicyCheckpointEngineMixin, weight_stream_from
 from weightsync.rollout.module import ModuleRolloutWorker, named_state
-from weightsync.tensors import TensorSpec, WeightManifest, WeightStream, digest_bytes, flat_bytes
+from weightsync.tensors import WeightStream, digest_bytes, flat_bytes
 
 MIB = 1 << 20
 HIDDEN, INTERMEDIATE, VOCABULARY, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 1024, 3072, 151936, 16, 8, 128, 28
@@ -173,53 +173,55 @@ class Rollout:
             self._process.kill()
 
 
-def engine_kwargs(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings of the engine on both sides."""
-    return {"device": "cpu", "verify": options.verify}
+class Policy(PolicyCheckpointEngineMixin):
+    """The policy worker: this process."""
+
+    rank = 0
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+
+    def weight_stream(self) -> WeightStream:
+        """Return the trained parameters."""
+        return weight_stream_from(self.module)
+
+    def ask(self, method: str, **kwargs: Any) -> Any:
+        """Run one method of the worker protocol."""
+        return value_of(self.checkpoint_engine_rpc(method, kwargs))
 
 
 @contextmanager
-def connected(rollout: Rollout, options: argparse.Namespace) -> Iterator[NIXLCheckpointEngine]:
+def connected(policy: Policy, rollout: Rollout, options: argparse.Namespace) -> Iterator[None]:
     """Make both engines and connect them."""
-    bucket_size = options.bucket_mib * MIB
-    engine = NIXLCheckpointEngine(bucket_size, **engine_kwargs(options))
-    init = {"backend": "nixl", "bucket_size_bytes": bucket_size, "engine_kwargs": engine_kwargs(options)}
+    init = {
+        "backend": "nixl",
+        "bucket_size_bytes": options.bucket_mib * MIB,
+        "engine_kwargs": {"device": "cpu", "verify": options.verify},
+    }
+    policy.ask("init_checkpoint_engine", **init)
     rollout.ask("call", "init_checkpoint_engine", init)
-    metadata = [engine.prepare(), rollout.ask("call", "prepare_checkpoint_engine", {})]
+    metadata = [policy.ask("prepare_checkpoint_engine"), rollout.ask("call", "prepare_checkpoint_engine", {})]
     worlds: dict[str, Any] = {"train_world_size": 1, "rollout_world_size": 1, "metadata": metadata}
-    engine.init_policy_process_group(worker_rank=0, **worlds)
+    policy.ask("init_checkpoint_engine_process_group", **worlds)
     rollout.ask("call", "init_checkpoint_engine_process_group", {"rank_prefix": 0, **worlds})
     try:
-        yield engine
+        yield
     finally:
         rollout.ask("call", "close_checkpoint_engine", {})
-        engine.close()
+        policy.ask("close_checkpoint_engine")
 
 
-def weight_stream(module: torch.nn.Module) -> WeightStream:
-    """Return the module's parameters as a stream with a manifest."""
-    named = list(named_state(module))
-    return WeightStream(WeightManifest.build(TensorSpec.of(*each) for each in named), iter(named))
-
-
-def refit_once(
-    engine: NIXLCheckpointEngine, rollout: Rollout, module: torch.nn.Module, version: int
-) -> dict[str, Any]:
+def refit_once(policy: Policy, rollout: Rollout, version: int) -> dict[str, Any]:
     """Send every parameter; return seconds in all and by phase of either side."""
-    engine.open_refit(epoch=version, version=version)
+    policy.ask("open_refit", epoch=version, version=version)
     rollout.ask("call", "open_refit", {"epoch": version, "version": version})
     started = time.perf_counter()
     rollout.start("call", "update_weights_from_checkpoint_engine", {})
-    asyncio.run(engine.send_weights(weight_stream(module)))
+    sent = policy.ask("send_weights_via_checkpoint_engine")
     received = rollout.answer()
     rollout.ask("call", "commit_refit", {"version": version})
     seconds = time.perf_counter() - started
-    policy = {
-        key.removeprefix("seconds_"): value
-        for key, value in engine.refit_stats().items()
-        if key.startswith("seconds_")
-    }
-    return {"seconds": seconds, "policy": policy, "rollout": received["seconds"], "bytes": received["bytes"]}
+    return {"seconds": seconds, "policy": sent["seconds"], "rollout": received["seconds"]}
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -235,12 +237,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     memory.mark()
     rollout.ask("mark")
     copies, refits = [], []
-    with connected(rollout, options) as engine:
+    policy = Policy(module)
+    with connected(policy, rollout, options):
         for version in range(-WARM_UPS, options.repeats):
             with torch.no_grad():
                 module.get_parameter("model.norm.weight").add_(1.0)  # so that a refit has something to bring
             copies.append(rollout.ask("copy"))
-            refits.append(refit_once(engine, rollout, module, version + WARM_UPS + 1))
+            refits.append(refit_once(policy, rollout, version + WARM_UPS + 1))
             state = rollout.ask("state")
             if state["digest"] != [digest_bytes(part) for part in parts]:
                 raise SystemExit("the served parameters differ from the trained ones")
