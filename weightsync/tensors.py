@@ -208,7 +208,8 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     plain = plain_tensor(tensor)
     if plain.numel() == 0:
         return torch.empty(0, dtype=torch.uint8, device=plain.device)
-    return plain.reshape(-1).view(torch.uint8)
+    # Not reshape: a step of `w[::2]` survives it where one element is left, and then no view is possible.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def tensor_from_bytes(data: torch.Tensor, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
