@@ -1,0 +1,119 @@
+"""Workers that are objects of this process: tests, one-process jobs, torchrun-like drivers.
+
+Each worker is called in a thread of its own, always the same one, so that sending and receiving run at
+once, and what a worker keeps by thread (a device, a socket) stays right. As with actors, the calls
+to one worker run one after the other.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from weightsync.cluster.units import AnswerSource, HostGroup, RawAnswer, Request, UnitGroup
+from weightsync.errors import ConfigurationError, ErrorRecord
+
+_Job = Callable[[], None]
+
+
+class LocalPolicyGroup(UnitGroup):
+    """Policy workers of this process.
+
+    Args:
+        workers: objects with ``checkpoint_engine_rpc(checkpoint_method, method_kwargs)``, in rank order.
+    """
+
+    def __init__(self, workers: Sequence[Any]) -> None:
+        _require_methods(workers, "checkpoint_engine_rpc")
+        self._local = _LocalCaller(len(workers))
+        super().__init__("policy", workers, self._local)
+
+    def close(self) -> None:
+        """End the threads once their calls are done; also happens when the group is dropped."""
+        self._local.close()
+
+
+class LocalRolloutGroup(HostGroup):
+    """Engine hosts of this process.
+
+    Args:
+        hosts: objects with ``checkpoint_engine_rpc`` and ``refit_control``, in the order of their ranks.
+        startup_s: seconds for all hosts to describe themselves.
+    """
+
+    def __init__(self, hosts: Sequence[Any], *, startup_s: float = 60.0) -> None:
+        _require_methods(hosts, "checkpoint_engine_rpc", "refit_control")
+        self._local = _LocalCaller(len(hosts))
+        super().__init__(hosts, self._local, startup_s)
+
+    def close(self) -> None:
+        """End the threads once their calls are done; also happens when the group is dropped."""
+        self._local.close()
+
+
+def _require_methods(workers: Sequence[Any], *names: str) -> None:
+    for worker in workers:
+        missing = [name for name in names if not callable(getattr(worker, name, None))]
+        if missing:
+            raise ConfigurationError(f"{type(worker).__name__} has no method {missing[0]!r}")
+
+
+class _LocalCaller:
+    """One mailbox and one thread for each worker."""
+
+    def __init__(self, workers: int) -> None:
+        self._mailboxes: list[queue.SimpleQueue[_Job | None]] = [queue.SimpleQueue() for _ in range(workers)]
+        for number, mailbox in enumerate(self._mailboxes):
+            name = f"weightsync-worker-{number}"
+            # A daemon, so that a worker that never returns cannot keep the interpreter from ending.
+            threading.Thread(target=_run_jobs, args=(mailbox,), name=name, daemon=True).start()
+        self._finalizer = weakref.finalize(self, _end_threads, self._mailboxes)
+
+    def start(self, requests: Sequence[Request]) -> AnswerSource:
+        if not self._finalizer.alive:
+            raise ConfigurationError("this worker group is closed")
+        source = _LocalAnswers()
+        for request in requests:
+            self._mailboxes[request.unit.index].put(lambda r=request: source.put(_answer(r)))  # type: ignore[misc]
+        return source
+
+    def close(self) -> None:
+        self._finalizer()
+
+
+def _run_jobs(mailbox: queue.SimpleQueue[_Job | None]) -> None:
+    while (job := mailbox.get()) is not None:
+        job()
+
+
+def _end_threads(mailboxes: list[queue.SimpleQueue[_Job | None]]) -> None:
+    for mailbox in mailboxes:
+        mailbox.put(None)
+
+
+def _answer(request: Request) -> RawAnswer:
+    try:
+        call = getattr(request.unit.worker, request.entry)
+        return RawAnswer(request.unit.index, value=call(request.method, request.kwargs))
+    except BaseException as error:  # noqa: BLE001 - the thread's edge: what is not handed on is lost
+        return RawAnswer(request.unit.index, error=ErrorRecord.from_exception(error))
+
+
+class _LocalAnswers:
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[RawAnswer] = queue.SimpleQueue()
+
+    def put(self, answer: RawAnswer) -> None:
+        self._queue.put(answer)
+
+    def take(self, timeout_s: float) -> list[RawAnswer]:
+        answers: list[RawAnswer] = []
+        try:
+            answers.append(self._queue.get(timeout=timeout_s) if timeout_s > 0 else self._queue.get_nowait())
+            while True:
+                answers.append(self._queue.get_nowait())
+        except queue.Empty:
+            return answers

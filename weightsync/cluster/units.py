@@ -1,0 +1,260 @@
+"""What the built-in cluster layers share: workers that answer for one or several ranks.
+
+A *unit* is one addressable worker: a policy worker (one rank) or an engine host (all ranks of its engine).
+A cluster layer supplies a `Caller`, which starts calls on units and hands back raw answers; the groups
+here turn these into outcomes with global ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, Protocol
+
+from weightsync.cluster.base import Failure, PendingCall, gather, lost_outcome
+from weightsync.errors import ConfigurationError, ErrorRecord, ProtocolError
+from weightsync.outcomes import Outcome
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One worker and the global ranks that it answers for."""
+
+    index: int
+    worker: Any
+    ranks: range
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call to one unit: ``worker.entry(method, kwargs)``."""
+
+    unit: Unit
+    entry: str
+    method: str
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RawAnswer:
+    """What one unit's call came to: a value, an error met on the way, or the news of its death."""
+
+    index: int
+    value: Any = None
+    error: ErrorRecord | None = None
+    lost: str | None = None
+    """Why the worker is gone, and what to do about it."""
+
+
+class AnswerSource(Protocol):
+    """The answers of one set of requests, as they come in."""
+
+    def take(self, timeout_s: float) -> list[RawAnswer]:
+        """Return what newly came in, after at most ``timeout_s`` seconds."""
+
+
+class Caller(Protocol):
+    """Starts calls on workers."""
+
+    def start(self, requests: Sequence[Request]) -> AnswerSource:
+        """Start all calls at once, without waiting for any."""
+
+
+class UnitCall:
+    """A `PendingCall` over units.
+
+    Args:
+        side: ``"policy"`` or ``"rollout"``.
+        units: the units called.
+        source: where their answers come in.
+        per_unit: one outcome for each unit (of its first rank) instead of one for each rank.
+    """
+
+    def __init__(self, side: str, units: Sequence[Unit], source: AnswerSource, *, per_unit: bool) -> None:
+        self.side = side
+        self._units = {unit.index: unit for unit in units}
+        self._source = source
+        self._per_unit = per_unit
+        self._lost: set[int] = set()
+
+    @property
+    def outstanding(self) -> frozenset[int]:
+        """Ranks that have not answered yet."""
+        return frozenset(rank for unit in self._units.values() for rank in self._answering(unit))
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """Ranks whose worker is gone."""
+        return frozenset(self._lost)
+
+    def poll(self, timeout_s: float) -> list[Outcome]:
+        """Return the outcomes that newly came in; waits for the first at most ``timeout_s`` seconds."""
+        if not self._units:
+            return []
+        answers = self._source.take(max(timeout_s, 0.0))
+        return [outcome for answer in answers for outcome in self._outcomes(answer)]
+
+    def _answering(self, unit: Unit) -> range:
+        return unit.ranks[:1] if self._per_unit else unit.ranks
+
+    def _outcomes(self, answer: RawAnswer) -> list[Outcome]:
+        unit = self._units.pop(answer.index)
+        if answer.lost is not None:
+            self._lost.update(unit.ranks)
+            return [lost_outcome(self.side, rank, answer.lost) for rank in unit.ranks]
+        if answer.error is not None:
+            return self._failed(unit, answer.error)
+        try:
+            return list(self._read(unit, answer.value))
+        except (KeyError, TypeError, AttributeError, ValueError, ProtocolError) as error:
+            return self._failed(unit, _malformed(error, answer.value))
+
+    def _failed(self, unit: Unit, record: ErrorRecord) -> list[Outcome]:
+        return [
+            Outcome(rank, error=replace(record, context=replace(record.context, side=self.side, rank=rank)))
+            for rank in self._answering(unit)
+        ]
+
+    def _read(self, unit: Unit, value: Any) -> Iterator[Outcome]:
+        items = list(value) if isinstance(value, list | tuple) else [value]
+        outcomes = [Outcome.from_dict(item) for item in items]
+        answering = self._answering(unit)
+        if len(outcomes) != len(answering):
+            raise ProtocolError(f"{len(outcomes)} outcomes came from a worker of {len(answering)}")
+        if self._per_unit:
+            return (replace(outcome, rank=unit.ranks[0]) for outcome in outcomes)
+        return _globally_ranked(self.side, unit.ranks, outcomes)
+
+
+def _globally_ranked(side: str, ranks: range, outcomes: Sequence[Outcome]) -> Iterator[Outcome]:
+    """Rename ranks within an engine to global ones.
+
+    A rollout worker counts from 0 within its engine before it is connected, and from the prefix of an
+    earlier group when it has been part of one. After a connection that failed on some ranks the two are
+    mixed: then their order tells, which is that of the ranks.
+    """
+    given = sorted(outcome.rank for outcome in outcomes)
+    if side == "policy" and given != list(ranks):
+        raise ProtocolError(
+            f"policy worker {ranks[0]} says it is rank {given[0]}: list workers in rank order"
+        )
+    if given != list(range(given[0], given[0] + len(ranks))):
+        return map(_renamed, outcomes, ranks)
+    return (_renamed(outcome, outcome.rank - given[0] + ranks[0]) for outcome in outcomes)
+
+
+def _renamed(outcome: Outcome, rank: int) -> Outcome:
+    error = outcome.error
+    if error is not None and error.context.side == "rollout" and error.context.rank == outcome.rank:
+        error = replace(error, context=replace(error.context, rank=rank))
+    return replace(outcome, rank=rank, error=error)
+
+
+def _malformed(error: Exception, value: Any) -> ErrorRecord:
+    message = error.message if isinstance(error, ProtocolError) else f"no outcome: {value!r:.200}"
+    return ErrorRecord(kind=ProtocolError.__name__, message=message)
+
+
+class UnitGroup:
+    """Workers of one rank each.
+
+    Args:
+        side: ``"policy"`` or ``"rollout"``.
+        workers: in rank order; at least one.
+        caller: how to call them.
+    """
+
+    def __init__(self, side: str, workers: Sequence[Any], caller: Caller) -> None:
+        if not workers:
+            raise ConfigurationError(f"a {side} group needs at least one worker")
+        self.side = side
+        self._caller = caller
+        self._units = [Unit(index, worker, range(index, index + 1)) for index, worker in enumerate(workers)]
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._units[-1].ranks.stop
+
+    def submit(
+        self,
+        method: str,
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        each: Sequence[Mapping[str, Any]] | None = None,
+    ) -> PendingCall:
+        """Start ``checkpoint_engine_rpc(method, kwargs)`` on every worker; see `WorkerGroup.submit`."""
+        if each is not None and len(each) != len(self._units):
+            raise ConfigurationError(f"{len(each)} argument sets for {len(self._units)} {self.side} workers")
+        return self._start("checkpoint_engine_rpc", method, kwargs, each)
+
+    def _start(
+        self,
+        entry: str,
+        method: str,
+        kwargs: Mapping[str, Any] | None,
+        each: Sequence[Mapping[str, Any]] | None,
+    ) -> UnitCall:
+        requests = [
+            Request(unit, entry, method, {**(kwargs or {}), **(each[unit.index] if each else {})})
+            for unit in self._units
+        ]
+        source = self._caller.start(requests)
+        return UnitCall(self.side, self._units, source, per_unit=entry == "refit_control")
+
+
+class HostGroup(UnitGroup):
+    """Engine hosts, each with one or several ranks, numbered in the order given.
+
+    Args:
+        hosts: one for each inference engine.
+        caller: how to call them.
+        startup_s: seconds that all hosts together have to answer the first call, engine start included.
+
+    Raises:
+        WeightSyncError: a host is dead, answers nothing in time or cannot describe itself.
+    """
+
+    def __init__(self, hosts: Sequence[Any], caller: Caller, startup_s: float) -> None:
+        super().__init__("rollout", hosts, caller)
+        self._join(startup_s)
+
+    @property
+    def rank_prefixes(self) -> tuple[int, ...]:
+        """The first global rollout rank of each host."""
+        return tuple(unit.ranks[0] for unit in self._units)
+
+    def control(self, action: str, kwargs: Mapping[str, Any] | None = None) -> PendingCall:
+        """Start ``refit_control(action, kwargs)`` on every host; see `RolloutGroup.control`."""
+        return self._start("refit_control", action, kwargs, None)
+
+    def _join(self, startup_s: float) -> None:
+        """Learn how many ranks each host has and tell it its first one."""
+        described = self._answers(self.control("describe"), startup_s)
+        sizes = [_world_size(index, value) for index, value in described.items()]
+        starts = [0, *accumulate(sizes)]
+        self._units = [
+            replace(unit, ranks=range(start, start + size))
+            for unit, start, size in zip(self._units, starts, sizes, strict=False)
+        ]
+        prefixes = [{"rank_prefix": prefix} for prefix in self.rank_prefixes]
+        self._answers(self._start("refit_control", "assign_ranks", None, prefixes), startup_s)
+
+    def _answers(self, call: PendingCall, timeout_s: float) -> dict[int, Any]:
+        answers = gather("join", [call], timeout_s=timeout_s, grace_s=timeout_s)
+        for failure in answers.failures:
+            raise self._join_error(failure)
+        return answers.of("rollout")
+
+    def _join_error(self, failure: Failure) -> Exception:
+        host = next(unit.index for unit in self._units if failure.who.rank in unit.ranks)
+        record = replace(failure.record, message=f"engine host {host}: {failure.record.message}")
+        return record.to_exception()
+
+
+def _world_size(host: int, description: Any) -> int:
+    size = description.get("world_size") if isinstance(description, Mapping) else None
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ProtocolError(f"engine host {host} describes itself as {description!r:.200}", side="rollout")
+    return size
