@@ -1,0 +1,124 @@
+"""Both worker groups as the synchronizer uses them: one step at a time, remembering who is dead or late.
+
+A rank whose worker died is *lost*: it must be replaced. A rank whose call was given up is *busy* until
+that call ends: using its worker before would only queue behind it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from weightsync.cluster.base import (
+    Answers,
+    Failure,
+    Listener,
+    PendingCall,
+    RankId,
+    RolloutGroup,
+    WorkerGroup,
+    driver_failure,
+    gather,
+)
+from weightsync.errors import ErrorRecord, ProtocolError
+
+_SETTLE_S = 1.0
+
+
+class StepError(Exception):
+    """One step of the lifecycle failed; turned into a `RefitError` before anyone outside sees it."""
+
+    def __init__(self, phase: str, failures: Sequence[Failure]) -> None:
+        super().__init__(phase)
+        self.phase = phase
+        self.failures = list(failures)
+
+
+class Deadline:
+    """A point in time that several waits share."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def left_s(self, at_least_s: float = 0.0) -> float:
+        """Return the seconds that are left, never less than ``at_least_s``."""
+        return max(self._end - time.monotonic(), at_least_s)
+
+
+class Crew:
+    """The workers of both sides.
+
+    Args:
+        policy: the senders.
+        rollout: the receivers.
+        grace_s: seconds that the others have to report once one rank has failed.
+        listener: told about progress.
+    """
+
+    def __init__(
+        self, policy: WorkerGroup, rollout: RolloutGroup, *, grace_s: float, listener: Listener | None = None
+    ) -> None:
+        self.policy = policy
+        self.rollout = rollout
+        self.lost: dict[RankId, ErrorRecord] = {}
+        self._grace_s = grace_s
+        self._listener = listener
+        self._overdue: list[PendingCall] = []
+
+    def require(self, phase: str, *calls: PendingCall, deadline: Deadline) -> Answers:
+        """Wait for calls that must all succeed.
+
+        Raises:
+            StepError: one of them did not.
+        """
+        answers = self.hear(phase, *calls, timeout_s=deadline.left_s())
+        if answers.failures:
+            raise StepError(phase, answers.failures)
+        return answers
+
+    def hear(self, phase: str, *calls: PendingCall, timeout_s: float) -> Answers:
+        """Wait for calls, but not for ranks that are busy; failures are returned."""
+        excused = frozenset(self.busy())
+        self._overdue.extend(calls)  # also if the wait is interrupted: they are under way
+        answers = gather(
+            phase, calls, timeout_s=timeout_s, grace_s=self._grace_s, excused=excused, listener=self._listener
+        )
+        self._overdue = [call for call in self._overdue if call.outstanding]
+        for failure in answers.failures:
+            if failure.how == "lost":
+                self.lost.setdefault(failure.who, failure.record)
+        return answers
+
+    def busy(self) -> set[RankId]:
+        """Return the ranks with a call that was given up and has not ended; does not look for news."""
+        return {RankId(call.side, rank) for call in self._overdue for rank in call.outstanding}
+
+    def settle(self) -> set[RankId]:
+        """Give late calls a moment to end; return the ranks that are busy still."""
+        deadline = Deadline(_SETTLE_S)
+        while self._overdue and deadline.left_s() > 0:
+            for call in self._overdue:
+                late = call.poll(min(0.05, deadline.left_s()))
+                died = {outcome.rank: outcome.error for outcome in late if outcome.rank in call.lost}
+                self.lost.update({RankId(call.side, rank): error for rank, error in died.items() if error})
+            self._overdue = [call for call in self._overdue if call.outstanding]
+        return self.busy()
+
+    def on_both(self, method: str, kwargs: Mapping[str, Any] | None = None) -> list[PendingCall]:
+        """Start a call on every worker of both sides, receivers first."""
+        return [self.rollout.submit(method, kwargs), self.policy.submit(method, kwargs)]
+
+
+def require_complete(answers: Answers, group: WorkerGroup, phase: str) -> list[Any]:
+    """Return one side's values in rank order.
+
+    Raises:
+        StepError: the group did not answer for exactly the ranks that it says it has.
+    """
+    values = answers.of(group.side)
+    if list(values) == list(range(group.world_size)):
+        return list(values.values())
+    message = f"the {group.side} group has {group.world_size} ranks, but answered for {list(values)}"
+    who = RankId(group.side, min(values, default=0))
+    raise StepError(phase, [driver_failure(who, phase, ProtocolError, message)])

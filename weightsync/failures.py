@@ -1,0 +1,164 @@
+"""How a failed step becomes the one `RefitError` that a trainer sees. No I/O.
+
+The text names the cause first, then who else failed, what still serves, and what to do next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from weightsync.cluster.base import Failure, RankId
+from weightsync.errors import (
+    DeadlineError,
+    ErrorRecord,
+    PeerLostError,
+    RefitError,
+    TransportError,
+    WeightSyncError,
+)
+
+_MAX_OTHERS_SHOWN = 4
+_ABOUT_A_PEER = {cls.__name__ for cls in (PeerLostError, DeadlineError, TransportError)}
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What one rollout rank says that it serves; ``reached`` is false if it could not say."""
+
+    version: int | None = None
+    dirty: bool = False
+    fenced: str | None = None
+    reached: bool = True
+
+    @classmethod
+    def from_status(cls, status: Any) -> Serving:
+        """Read the value of ``refit_status``; anything else counts as no answer."""
+        if not isinstance(status, Mapping):
+            return cls(reached=False)
+        return cls(status.get("version"), bool(status.get("dirty")), status.get("fenced"))
+
+    def __str__(self) -> str:
+        if not self.reached:
+            return "unknown (no answer)"
+        if self.fenced is not None:
+            return "fenced, serving nothing until a complete refit"
+        if self.dirty:
+            return "partly written and not fenced, must not serve"
+        return "serving the starting weights" if self.version is None else f"serving version {self.version}"
+
+
+def cause_first(failures: Iterable[Failure], lost: Iterable[RankId]) -> list[Failure]:
+    """Order failures so that the likeliest cause comes first; keeps one for each rank.
+
+    A dead worker explains its peers' errors; a worker's own error explains a silent one; a silent worker
+    explains what its peers say about the connection; who only passes on another's failure comes last.
+    """
+    gone = set(lost)
+
+    def weight(failure: Failure) -> int:
+        if failure.how == "lost" or failure.who in gone:
+            return 0
+        if failure.record.is_secondhand:
+            return 4
+        if failure.how == "silent":
+            return 2
+        return 3 if failure.record.kind in _ABOUT_A_PEER else 1
+
+    ordered = sorted(failures, key=weight)  # stable: of equals, the one heard first
+    by_rank: dict[RankId, Failure] = {}
+    for failure in ordered:
+        by_rank.setdefault(failure.who, failure)
+    return list(by_rank.values())
+
+
+def refit_error(
+    attempt: str,
+    failures: Sequence[Failure],
+    *,
+    lost: Iterable[RankId],
+    busy: Iterable[RankId],
+    serving: Mapping[int, Serving] | None = None,
+    afterwards: Sequence[Failure] = (),
+    remedy: str = "call sync_weights again",
+) -> tuple[RefitError, WeightSyncError]:
+    """Compose the error and its cause.
+
+    Args:
+        attempt: what failed, such as ``"refit 3 to version 7"``.
+        failures: in order of arrival; at least one.
+        lost: ranks whose worker must be replaced.
+        busy: ranks that have not answered yet.
+        serving: what each rollout rank serves now.
+        afterwards: what failed while cleaning up; never the cause.
+        remedy: what helps when every worker is alive.
+    """
+    lost, busy = sorted(set(lost)), sorted(set(busy) - set(lost))
+    known = {failure.who for failure in failures}
+    later = [failure for failure in afterwards if failure.who not in known]
+    ordered = [*cause_first(failures, lost), *cause_first(later, lost)]
+    first = ordered[0]
+    sentences = [
+        f"{attempt} failed in phase {first.record.context.phase or 'unknown'} at {first.who}: "
+        f"{first.record.kind}: {first.record.message}",
+        _others(ordered[1:]),
+        _serving_text(serving or {}),
+        _advice(lost, busy, remedy),
+    ]
+    where = first.record.context
+    error = RefitError(
+        ". ".join(sentence.rstrip(". ") for sentence in sentences if sentence),
+        failures=tuple(failure.record for failure in ordered),
+        serving={rank: state.version for rank, state in (serving or {}).items()},
+        side=first.who.side,
+        rank=first.who.rank,
+        phase=where.phase,
+        tensor=where.tensor,
+        bucket=where.bucket,
+        bytes_done=where.bytes_done,
+    )
+    return error, first.record.to_exception()
+
+
+def list_ranks(ranks: Iterable[RankId]) -> str:
+    """Return ``policy ranks 0, 1 and rollout rank 3``."""
+    parts = []
+    for side, group in groupby(sorted(ranks), key=lambda who: who.side):
+        numbers = [str(who.rank) for who in group]
+        parts.append(f"{side} rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}")
+    return " and ".join(parts)
+
+
+def _others(failures: Sequence[Failure]) -> str:
+    shown = [f"{failure.who} ({_brief(failure.record)})" for failure in failures[:_MAX_OTHERS_SHOWN]]
+    more = len(failures) - len(shown)
+    return f"Also failed: {', '.join(shown)}" + (f" and {more} more" if more > 0 else "") if shown else ""
+
+
+def _brief(record: ErrorRecord, limit: int = 120) -> str:
+    text = f"{record.kind}: {record.message}"
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+def _serving_text(serving: Mapping[int, Serving]) -> str:
+    by_state: dict[str, list[RankId]] = {}
+    for rank, state in sorted(serving.items()):
+        by_state.setdefault(str(state), []).append(RankId("rollout", rank))
+    text = "; ".join(f"{list_ranks(ranks)} {state}" for state, ranks in by_state.items())
+    return f"Now: {text}" if text else ""
+
+
+def _advice(lost: Sequence[RankId], busy: Sequence[RankId], remedy: str) -> str:
+    if lost:
+        return (
+            f"What to do: replace {list_ranks(lost)} (the worker is dead), then shut this synchronizer down "
+            "and make a new one over the new workers"
+        )
+    if busy:
+        return (
+            f"What to do: restart or replace {list_ranks(busy)} (has not answered); "
+            f"if it answers after all, {remedy}"
+        )
+    return f"What to do: {remedy}"

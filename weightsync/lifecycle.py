@@ -1,0 +1,228 @@
+"""The steps of a refit, over two worker groups.
+
+pause -> release the KV cache -> open the refit everywhere -> send and receive at once -> commit ->
+reset caches -> publish the version -> resume. Whatever fails, the rollout ranks that were written to and
+not committed are fenced, caches are reset once, and requests resume.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from weightsync.cluster.base import Answers, Failure, RankId, driver_failure
+from weightsync.config import RefitLifecycle
+from weightsync.crew import Crew, Deadline, StepError, require_complete
+from weightsync.errors import ProtocolError, RefitError, WeightSyncError
+from weightsync.failures import Serving, refit_error
+from weightsync.report import RankFigures, RefitReport
+
+_LEAST_STEP_S = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefitPlan:
+    """What one attempt is to do."""
+
+    version: int
+    epoch: int
+    connect: Callable[[Deadline], None] | None
+    """Connects the engines again first, where that is needed."""
+    release: bool
+    """Whether the engines give their buffers back afterwards."""
+
+    def __str__(self) -> str:
+        return f"refit {self.epoch} to version {self.version}"
+
+
+class Refit:
+    """One attempt. Use once: `run`, then read the attributes.
+
+    Attributes:
+        began: whether a byte may have moved.
+        published: whether every host was told to report the new version, and did.
+        serving: after a failure, what each rollout rank serves.
+    """
+
+    def __init__(self, crew: Crew, settings: RefitLifecycle, plan: RefitPlan) -> None:
+        self.began = False
+        self.published = False
+        self.serving: dict[int, Serving] = {}
+        self._crew = crew
+        self._settings = settings
+        self._plan = plan
+        # What fencing, resetting and resuming may take after a failure, within the time of the whole.
+        self._cleanup_s = min(settings.silence_s, settings.total_s / 5)
+        self._deadline = Deadline(settings.total_s - self._cleanup_s)
+        self._seconds: dict[str, float] = {}
+        self._figures: dict[str, tuple[RankFigures, ...]] = {}
+        self._paused = self._committed = self._reset = False
+        self._afterwards: list[Failure] = []
+
+    def run(self) -> RefitReport:
+        """Run all steps.
+
+        Raises:
+            RefitError: one of them failed.
+        """
+        started = time.perf_counter()
+        failures: list[Failure] = []
+        try:
+            self._steps()
+        except StepError as error:
+            failures = error.failures
+            self._contain(f"{self._plan} failed: {failures[0].record}")
+        except BaseException:
+            self._contain(f"{self._plan} was interrupted")
+            raise
+        finally:
+            self._resume()
+        if failures or self._afterwards:
+            failed, cause = self._error(failures)
+            raise failed from cause
+        self._seconds["total"] = time.perf_counter() - started
+        return RefitReport(
+            version=self._plan.version, epoch=self._plan.epoch, seconds=self._seconds, **self._figures
+        )
+
+    def _steps(self) -> None:
+        crew, version = self._crew, self._plan.version
+        if self._plan.connect is not None:
+            with self._timed("connect"):
+                self._plan.connect(self._deadline)
+        self._paused = True
+        self._control("pause", "pause", {"in_flight": self._settings.in_flight})
+        self._control("release", "release_kv_cache")
+        self._require("open", *crew.on_both("open_refit", {"epoch": self._plan.epoch, "version": version}))
+        self.began = True
+        self._transfer()
+        self._commit(version)
+        self._reset = True
+        self._control("reset", "reset_caches")
+        self._control("publish", "publish_version", {"version": version})
+        self.published = True
+        if self._plan.release:
+            self._require("finalize", *crew.on_both("finalize_checkpoint_engine"))
+
+    def _transfer(self) -> None:
+        receiving = self._crew.rollout.submit("update_weights_from_checkpoint_engine")
+        sending = self._crew.policy.submit("send_weights_via_checkpoint_engine")
+        answers = self._require("transfer", receiving, sending)
+        for group in (self._crew.policy, self._crew.rollout):
+            require_complete(answers, group, "transfer")
+        with _as_step_error("transfer"):
+            figures = [RankFigures.from_value(*who, value) for who, value in sorted(answers.values.items())]
+        self._figures = {
+            side: tuple(each for each in figures if each.side == side) for side in ("policy", "rollout")
+        }
+
+    def _commit(self, version: int) -> None:
+        answers = self._require("commit", self._crew.rollout.submit("commit_refit", {"version": version}))
+        require_complete(answers, self._crew.rollout, "commit")
+        wrong = {who: value for who, value in answers.values.items() if value != version}
+        if wrong:
+            raise StepError(
+                "commit",
+                [
+                    driver_failure(who, "commit", ProtocolError, f"it serves {value!r} after the commit")
+                    for who, value in wrong.items()
+                ],
+            )
+        self._committed = True
+
+    def _control(self, phase: str, action: str, kwargs: Mapping[str, Any] | None = None) -> None:
+        answers = self._require(phase, self._crew.rollout.control(action, kwargs))
+        refused = refusals(answers, phase, action)
+        if refused:
+            raise StepError(phase, refused)
+
+    def _require(self, phase: str, *calls: Any) -> Answers:
+        with self._timed(phase):
+            return self._crew.require(phase, *calls, deadline=self._deadline)
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[phase] = time.perf_counter() - started
+
+    def _contain(self, reason: str) -> None:
+        """Fence what was written and not committed, and learn what still serves; raises no `StepError`."""
+        deadline = Deadline(self._cleanup_s)
+        crew = self._crew
+        if self.began and not self._committed:
+            self._clean_up("fence", crew.rollout.submit("fence_refit", {"reason": reason}), deadline)
+        self.serving = ask_serving(crew, deadline.left_s(_LEAST_STEP_S))
+        if self.began and not self._reset and self._wrote():
+            self._reset = True
+            answers = self._clean_up("reset", crew.rollout.control("reset_caches"), deadline)
+            self._afterwards.extend(refusals(answers, "reset", "reset_caches"))
+        if self._plan.release and self.began:
+            for call in crew.on_both("finalize_checkpoint_engine"):
+                self._clean_up("finalize", call, deadline)
+
+    def _wrote(self) -> bool:
+        """Whether any rollout rank may hold bytes of this refit."""
+        return any(
+            not state.reached
+            or state.dirty
+            or state.fenced is not None
+            or state.version == self._plan.version
+            for state in self.serving.values()
+        )
+
+    def _resume(self) -> None:
+        if not self._paused:
+            return
+        with self._timed("resume"):
+            deadline = Deadline(self._cleanup_s)
+            answers = self._clean_up("resume", self._crew.rollout.control("resume"), deadline)
+        self._afterwards.extend(refusals(answers, "resume", "resume"))
+
+    def _clean_up(self, phase: str, call: Any, deadline: Deadline) -> Answers:
+        answers = self._crew.hear(phase, call, timeout_s=deadline.left_s(_LEAST_STEP_S))
+        self._afterwards.extend(answers.failures)
+        return answers
+
+    def _error(self, failures: list[Failure]) -> tuple[RefitError, WeightSyncError]:
+        if not self.serving:
+            self.serving = ask_serving(self._crew, _LEAST_STEP_S)
+        return refit_error(
+            str(self._plan),
+            failures or self._afterwards,
+            afterwards=self._afterwards if failures else (),
+            lost=self._crew.lost,
+            busy=self._crew.busy(),
+            serving=self.serving,
+        )
+
+
+def refusals(answers: Answers, phase: str, action: str) -> list[Failure]:
+    """Return a failure for each host that answered ``False``: it did not do what it was asked."""
+    return [
+        driver_failure(who, phase, WeightSyncError, f"{action} returned False")
+        for who, value in answers.values.items()
+        if value is False
+    ]
+
+
+def ask_serving(crew: Crew, timeout_s: float) -> dict[int, Serving]:
+    """Ask every rollout rank what it serves; busy and dead ones count as not reached."""
+    answers = crew.hear("status", crew.rollout.submit("refit_status"), timeout_s=timeout_s)
+    found = {rank: Serving.from_status(value) for rank, value in answers.of("rollout").items()}
+    return {rank: found.get(rank, Serving(reached=False)) for rank in range(crew.rollout.world_size)}
+
+
+@contextmanager
+def _as_step_error(phase: str) -> Iterator[None]:
+    """Let a worker's malformed answer fail the step like any other failure of that worker."""
+    try:
+        yield
+    except ProtocolError as error:
+        who = RankId(error.context.side or "rollout", error.context.rank or 0)
+        raise StepError(phase, [driver_failure(who, phase, ProtocolError, error.message)]) from error

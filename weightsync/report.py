@@ -1,0 +1,120 @@
+"""What one refit did: counts, seconds and who was slowest. Plain data, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from weightsync.errors import ProtocolError
+
+_GB = 1e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFigures:
+    """What one rank says about its part."""
+
+    side: str
+    rank: int
+    tensors: int
+    bytes: int
+    batches: int
+    seconds: Mapping[str, float]
+    """By phase: gather, pack, wait and total (policy); receive, load and total (rollout)."""
+
+    @classmethod
+    def from_value(cls, side: str, rank: int, value: Any) -> RankFigures:
+        """Read the figures that a worker returned.
+
+        Raises:
+            ProtocolError: they are not as the worker protocol says.
+        """
+        try:
+            seconds = {str(phase): float(taken) for phase, taken in value["seconds"].items()}
+            counts = {key: int(value[key]) for key in ("tensors", "bytes", "batches")}
+            return cls(side=side, rank=rank, seconds=seconds, **counts)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ProtocolError(f"malformed figures: {value!r:.200}", side=side, rank=rank) from error
+
+    @property
+    def total_s(self) -> float:
+        """Seconds that this rank was at work or waiting."""
+        return self.seconds.get("total", 0.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        counts = {"tensors": self.tensors, "bytes": self.bytes, "batches": self.batches}
+        return {"side": self.side, "rank": self.rank, **counts, "seconds": dict(self.seconds)}
+
+    def __str__(self) -> str:
+        parts = {phase: taken for phase, taken in self.seconds.items() if phase != "total"}
+        most = max(parts, key=lambda phase: parts[phase], default=None)
+        why = f" ({most} {parts[most]:.2f} s)" if most is not None else ""
+        return f"{self.side} rank {self.rank}: {self.total_s:.2f} s{why}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefitReport:
+    """A refit that succeeded."""
+
+    version: int
+    epoch: int
+    """Number of the attempt, counted from 1, failed ones included."""
+    seconds: Mapping[str, float]
+    """By phase: ``pause``, ``open``, ``transfer``, ``commit``, ``reset``, ``resume``, ... and ``total``."""
+    policy: tuple[RankFigures, ...]
+    rollout: tuple[RankFigures, ...]
+
+    @property
+    def tensors(self) -> int:
+        """Tensors that the rollout rank with the most of them took."""
+        return max((figures.tensors for figures in self.rollout), default=0)
+
+    @property
+    def batches(self) -> int:
+        """Batches that the rollout rank with the most of them took."""
+        return max((figures.batches for figures in self.rollout), default=0)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that all rollout ranks together received."""
+        return sum(figures.bytes for figures in self.rollout)
+
+    @property
+    def gb_per_s(self) -> float:
+        """Gigabytes (1e9 bytes) a second, all rollout ranks together, over the transfer alone."""
+        taken = self.seconds.get("transfer", 0.0)
+        return self.bytes / _GB / taken if taken > 0 else 0.0
+
+    @property
+    def slowest(self) -> RankFigures | None:
+        """The rank with the largest total, of both sides."""
+        return max((*self.policy, *self.rollout), key=lambda figures: figures.total_s, default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what JSON can carry."""
+        slowest = self.slowest
+        return {
+            "version": self.version,
+            "epoch": self.epoch,
+            "tensors": self.tensors,
+            "bytes": self.bytes,
+            "batches": self.batches,
+            "seconds": dict(self.seconds),
+            "gb_per_s": self.gb_per_s,
+            "slowest": slowest.to_dict() if slowest else None,
+            "policy": [figures.to_dict() for figures in self.policy],
+            "rollout": [figures.to_dict() for figures in self.rollout],
+        }
+
+    def __str__(self) -> str:
+        size = f"{self.bytes / _GB:.3f} GB" if self.bytes >= _GB / 1000 else f"{self.bytes} bytes"
+        phases = ", ".join(
+            f"{phase} {taken:.2f}" for phase, taken in self.seconds.items() if phase != "total"
+        )
+        slowest = f"; slowest {self.slowest}" if self.slowest else ""
+        return (
+            f"refit {self.epoch} to version {self.version}: {self.tensors} tensors, {size} in "
+            f"{self.seconds.get('total', 0.0):.2f} s ({self.gb_per_s:.2f} GB/s; seconds: {phases}){slowest}"
+        )
