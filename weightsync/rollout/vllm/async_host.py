@@ -101,14 +101,13 @@ class AsyncVllmEngineHost:
         await self.engine.pause_generation(mode=in_flight, clear_cache=False)
         self._state.paused = in_flight
 
-    async def control_release_kv_cache(self) -> bool:
-        """Give the KV cache's memory back where vLLM can; returns whether it did."""
+    async def control_release_kv_cache(self) -> None:
+        """Give the KV cache's memory back where vLLM can."""
         sleeps = self.engine.vllm_config.model_config.enable_sleep_mode and not is_cpu_platform()
         if not sleeps or self._state.paused in (None, "keep"):
-            return False
+            return
         await self.engine.release_kv_cache_memory()
         self._state.kv_released = True
-        return True
 
     async def control_reset_caches(self) -> None:
         """Reset prefix, multimodal and encoder caches. Kept requests are computed anew."""

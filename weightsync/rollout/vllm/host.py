@@ -103,14 +103,13 @@ class VllmEngineHost:
             raise DeadlineError(f"a running generate did not end in {self._timeout_s:g} s", phase="pause")
         self._running.release()
 
-    def control_release_kv_cache(self) -> bool:
-        """Give the KV cache's memory back where vLLM can; returns whether it did."""
+    def control_release_kv_cache(self) -> None:
+        """Give the KV cache's memory back where vLLM can."""
         if is_cpu_platform() or not self.llm.llm_engine.vllm_config.model_config.enable_sleep_mode:
-            return False
+            return
         self.llm.sleep(level=0, mode=self._state.paused or "wait")
         self.llm.release_kv_cache_memory()
         self._state.kv_released = True
-        return True
 
     def control_reset_caches(self) -> None:
         """Reset prefix, multimodal and encoder caches."""
