@@ -2,6 +2,7 @@
 
 import asyncio
 import queue
+import uuid
 from collections.abc import AsyncGenerator, Generator
 from typing import Any
 
@@ -24,7 +25,7 @@ class MyCheckpointEngine(CheckpointEngine):
 
     def prepare(self) -> Any:
         """Allocate or register buffers and return Ray-serializable metadata."""
-        return {"queue": f"{self.transport}-{id(self)}"}
+        return {"queue": f"{self.transport}-{uuid.uuid4().hex}"}
 
     def get_target_weight_layout(self) -> dict[str, Any] | None:
         """Return this policy rank's destination layout, if sharding weights."""

@@ -34,7 +34,7 @@ from weightsync.config_models import (
     RefitLifecycle,
     validate_section,
 )
-from weightsync.config_source import OWNED_KEYS, read_generation_section
+from weightsync.config_source import OWNED_KEYS, naming_file, read_generation_section
 from weightsync.errors import ConfigurationError
 from weightsync.names import (
     engine_targets,
@@ -94,7 +94,11 @@ def load_refit_config(source: str | Path | Mapping[str, Any]) -> RefitConfig:
     Raises:
         ConfigurationError: a value, a key or a combination is wrong; says what to write instead.
     """
-    generation = read_generation_section(source)
+    with naming_file(source):
+        return _check(read_generation_section(source))
+
+
+def _check(generation: Mapping[str, Any]) -> RefitConfig:
     _refuse_misspelled(generation)
     _check_backend(generation.get("backend", "vllm"))
     _check_colocated(generation.get("colocated"))

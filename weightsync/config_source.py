@@ -20,6 +20,17 @@ SECTIONS = ("policy", "generation")
 OWNED_KEYS = ("backend", "colocated", "refit_transport", "refit_cfg", "refit_lifecycle")
 
 
+@contextmanager
+def naming_file(source: str | Path | Mapping[str, Any]) -> Iterator[None]:
+    """Put the name of the file, if it is one, before what a `ConfigurationError` says."""
+    try:
+        yield
+    except ConfigurationError as error:
+        if isinstance(source, str | Path) and str(source) not in error.message:
+            raise ConfigurationError(f"{source}: {error.message}") from error
+        raise
+
+
 def read_generation_section(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     """Return ``policy.generation`` of a YAML file or of a mapping, as plain dicts and lists.
 
@@ -65,8 +76,8 @@ def _from_yaml(path: Path) -> dict[str, Any]:
 def _readable(path: Path) -> Iterator[None]:
     try:
         yield
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{path}: {error.message}") from error.__cause__
+    except ConfigurationError:
+        raise
     except OSError as error:
         raise ConfigurationError(
             f"cannot read the configuration {str(path)!r:.200}: {error.strerror}"
