@@ -1,43 +1,36 @@
 """What all built-in transports share: one engine around a `BucketTransport`.
 
-Here are the metadata, the peers, the life of a refit and its clean-up; `sender` and `receiver` are its two
-halves. A transport is a subclass that says which `BucketTransport` it uses.
+Here are the life of an engine and of a refit, and their clean-up; `session` holds the peers, `sender` and
+`receiver` are the refit's two halves. A transport is a subclass that says which `BucketTransport` it uses.
 """
 
 from __future__ import annotations
 
-import threading
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from weightsync.control import ControlHub, Deadlines, Link
+from weightsync.control import ControlHub, Deadlines
 from weightsync.engines.base import CheckpointEngine
-from weightsync.engines.lockstep import FollowerLockstep, LeaderLockstep, Lockstep, SoloLockstep
+from weightsync.engines.calls import CallLock
+from weightsync.engines.lockstep import make_lockstep
+from weightsync.engines.metadata import WorkerMetadata, read_metadata
 from weightsync.engines.receiver import BucketReceiver
-from weightsync.engines.sender import BucketSender, Weights, closing_stream, drain_weights
-from weightsync.engines.stats import Stopwatch
+from weightsync.engines.refit import Refit
+from weightsync.engines.sender import BucketSender, drain_weights
+from weightsync.engines.session import Session
+from weightsync.engines.stream import Weights, closing_stream
 from weightsync.engines.transport import BucketTransport
 from weightsync.engines.waiting import Budget, Waiter
-from weightsync.errors import ConfigurationError, IncompleteStreamError, LifecycleError
-from weightsync.tensors import WeightManifest
+from weightsync.errors import ConfigurationError, LifecycleError, WeightSyncError
+from weightsync.tensors import digest_kind
 from weightsync.topology import paired_policy_rank, paired_rollout_rank
 
 MIB = 1 << 20
-
-
-@dataclass(frozen=True)
-class _Refit:
-    """What belongs to one refit on one rank."""
-
-    epoch: int | None
-    version: int | None
-    budget: Budget
-    stopwatch: Stopwatch
+_CLOSE_S = 15.0
 
 
 class BucketedCheckpointEngine(CheckpointEngine):
@@ -87,14 +80,11 @@ class BucketedCheckpointEngine(CheckpointEngine):
         self._advertise_host = advertise_host
         self._transport: BucketTransport | None = None
         self._buffers: list[torch.Tensor] = []
-        self._hub: ControlHub | None = None
+        self._session: Session | None = None
         self._waiter = Waiter()
-        self._link: Link | None = None
-        self._step_links: list[Link] = []
-        self._role: str | None = None
-        self._rank = 0
         self._next: tuple[int | None, int | None] = (None, None)
-        self._busy = threading.Lock()
+        self._calls = CallLock()
+        self._closed = False
         self._stats: dict[str, float] = {}
 
     @abstractmethod
@@ -107,26 +97,34 @@ class BucketedCheckpointEngine(CheckpointEngine):
         """Allocate and register the buffers, if that is not done yet, and open a new session.
 
         Returns:
-            Plain data for the peers: engine, bucket size, control card and transport description.
+            Plain data for the peers, see `WorkerMetadata`.
+
+        Raises:
+            LifecycleError: the engine is closed, or another call is running.
         """
-        with self._exclusively("prepare"):
+        with self._calls.hold("prepare"):
+            if self._closed:
+                raise LifecycleError("this engine is closed: make a new one")
             self._close_session()
             if self._transport is None:
                 self._transport = self.make_transport()
             if not self._buffers:
                 self._buffers = self._transport.allocate(self.bucket_size)
-            self._hub = ControlHub(
+            hub = ControlHub(
                 self.transport_name,
                 bind_host=self._bind_host,
                 advertise_host=self._advertise_host,
                 deadlines=self._deadlines,
             )
-            return {
-                "engine": self.transport_name,
-                "bucket_size": self.bucket_size,
-                "control": self._hub.card(),
-                "transport": self._transport.describe(),
-            }
+            own = WorkerMetadata(
+                engine=self.transport_name,
+                bucket_size=self.bucket_size,
+                digest=digest_kind(self._buffers[0].device) if self._verify else "off",
+                control=hub.card(),
+                transport=self._transport.describe(),
+            )
+            self._session = Session(hub, own)
+            return own.to_dict()
 
     def init_policy_process_group(
         self, *, worker_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
@@ -135,23 +133,16 @@ class BucketedCheckpointEngine(CheckpointEngine):
 
         Raises:
             ConfigurationError: the world sizes cannot be paired, or the metadata are not this engine's.
+            LifecycleError: the engine is not prepared, or has joined a process group already.
         """
-        with self._exclusively("init_policy_process_group"):
-            hub, transport = self._require_prepared()
-            self._require_metadata(metadata, train_world_size + rollout_world_size)
+        with self._calls.hold("init_policy_process_group"):
             partner = paired_rollout_rank(
                 worker_rank, train_world_size=train_world_size, rollout_world_size=rollout_world_size
             )
-            if partner is not None:
-                peer = metadata[train_world_size + partner]
-                transport.connect(peer["transport"])
-                self._link = hub.accept(peer["control"])
-            cards = [entry["control"] for entry in metadata[:train_world_size]]
-            if worker_rank == 0:
-                self._step_links = [hub.accept(card) for card in cards[1:]]
-            else:
-                self._step_links = [hub.connect(cards[0])]
-            self._role, self._rank = "policy", worker_rank
+            entries = self._read(metadata, train_world_size + rollout_world_size, worker_rank)
+            peer = None if partner is None else (partner, entries[train_world_size + partner])
+            with self._joining(peer[1] if peer else None) as session:
+                session.join_policy(worker_rank, entries[:train_world_size], peer)
 
     def init_rollout_process_group(
         self, *, rollout_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
@@ -160,16 +151,16 @@ class BucketedCheckpointEngine(CheckpointEngine):
 
         Raises:
             ConfigurationError: the world sizes cannot be paired, or the metadata are not this engine's.
+            LifecycleError: the engine is not prepared, or has joined a process group already.
         """
-        with self._exclusively("init_rollout_process_group"):
-            hub, transport = self._require_prepared()
-            self._require_metadata(metadata, train_world_size + rollout_world_size)
+        with self._calls.hold("init_rollout_process_group"):
             partner = paired_policy_rank(
                 rollout_rank, train_world_size=train_world_size, rollout_world_size=rollout_world_size
             )
-            transport.connect(metadata[partner]["transport"])
-            self._link = hub.connect(metadata[partner]["control"])
-            self._role, self._rank = "rollout", rollout_rank
+            own_index = train_world_size + rollout_rank
+            entries = self._read(metadata, train_world_size + rollout_world_size, own_index)
+            with self._joining(entries[partner]) as session:
+                session.join_rollout(rollout_rank, (partner, entries[partner]))
 
     # One refit.
 
@@ -180,24 +171,30 @@ class BucketedCheckpointEngine(CheckpointEngine):
     async def send_weights(self, weights: Weights) -> None:
         """Send a weight stream to the paired rollout rank; ranks without one keep their stream in step.
 
-        Returns once the receiver has loaded everything. The generator is consumed once and closed.
+        Returns once the receiver has taken everything. The generator is consumed once and closed.
 
         Raises:
             WeightSyncError: with peer, phase, tensor, bucket and bytes so far where they are known.
         """
-        with closing_stream(weights), self._exclusively("send_weights"):
-            self._require_role("policy")
-            refit = self._begin_refit()
-            lockstep = self._make_lockstep(refit.budget)
+        with closing_stream(weights), self._calls.hold("send_weights"):
+            session, refit = self._begin_refit("policy")
+            # Another rank may have to wait for its receiver, first to come and then to take a bucket.
+            patience_s = self._deadlines.connect_s + self._deadlines.stall_s
+            lockstep = make_lockstep(refit.rank, session.step_links, self._waiter, refit.budget, patience_s)
             try:
                 await lockstep.begin(refit.epoch, refit.version)
-                if self._link is None:
-                    await drain_weights(weights, self.bucket_size, lockstep, refit.stopwatch)
-                    self._stats = _figures(refit.stopwatch)
-                else:
-                    await self._send(weights, self._link, lockstep, refit)
+                if session.link is None:
+                    await drain_weights(weights, lockstep, refit)
+                    self._stats = refit.figures()
+                    return
+                sender = BucketSender(refit, session.link, lockstep)
+                with refit.on(session.link):
+                    await refit.meet(session.link)
+                    refit.transport.open(sending=True)
+                    sent = await sender.send(weights)
+                self._stats = refit.figures(sent, sender.buckets_sent)
             except BaseException as error:
-                lockstep.stop(error)
+                lockstep.stop(refit.sign(error))
                 raise
             finally:
                 lockstep.end()
@@ -208,33 +205,32 @@ class BucketedCheckpointEngine(CheckpointEngine):
         Raises:
             WeightSyncError: the sender failed or was lost, or what came is not what was promised.
         """
-        with self._exclusively("receive_weight_batches"):
-            self._require_role("rollout")
-            link, transport, refit = self._require_link(), self._require_prepared()[1], self._begin_refit()
+        with self._calls.hold("receive_weight_batches"):
+            session, refit = self._begin_refit("rollout")
+            if session.link is None:
+                raise LifecycleError("this rank has no peer")
             receiver = BucketReceiver(
-                link=link,
-                transport=transport,
-                buffers=self._buffers,
-                waiter=self._waiter,
-                budget=refit.budget,
-                stall_s=self._deadlines.stall_s,
-                verify=self._verify,
+                refit,
+                session.link,
                 poison_released=self._poison_released,
                 manifest_check=self.manifest_check,
-                stopwatch=refit.stopwatch,
             )
-            with self._open_on(link, transport, sending=False, drain=receiver.close):
-                await self._meet(link, refit)
+            with refit.on(session.link, drain=receiver.close):
+                await refit.meet(session.link)
+                refit.transport.open(sending=False)
                 async with aclosing(receiver.batches()) as batches:
                     async for batch in batches:
                         yield batch
-            self._stats = _figures(refit.stopwatch, receiver.received, receiver.batches_yielded)
+                        del batch  # a merged tensor owns its memory: let it go before the next one is made
+            self._stats = refit.figures(receiver.received, receiver.batches_yielded)
 
     def abort_refit(self, error: BaseException) -> None:
         """Tell the peers why this side failed; they raise it with its traceback."""
-        for link in (self._link, *self._step_links):
-            if link is not None:
-                link.abort(error)
+        session = self._session
+        if session is not None:
+            if isinstance(error, WeightSyncError):
+                error.with_context(side=session.role, rank=session.rank)
+            session.abort(error)
 
     def refit_stats(self) -> dict[str, float]:
         """Return the last complete refit's bytes, tensors, batches and ``seconds_<phase>``."""
@@ -243,144 +239,87 @@ class BucketedCheckpointEngine(CheckpointEngine):
     # Tearing down.
 
     def finalize(self) -> None:
-        """Keep buffers and peers for the next refit; subclasses may release them here."""
-        self._next = (None, None)
+        """Keep buffers and peers for the next refit.
+
+        Raises:
+            LifecycleError: a refit is running.
+        """
+        with self._calls.hold("finalize"):
+            self._next = (None, None)
+            self._after_refit()
 
     def close(self) -> None:
-        """Disconnect and free everything. Idempotent."""
-        with self._exclusively("close"):
-            self._close_session()
-            self._release_buffers()
+        """Disconnect and free everything. Idempotent. A refit that runs in another thread is aborted first.
+
+        Raises:
+            LifecycleError: a refit runs in this thread, or does not end: nothing was freed.
+        """
+        if self._calls.holder is not None:
+            self.abort_refit(LifecycleError("the engine was closed during a refit"))
+        with self._calls.hold("close", patience_s=_CLOSE_S):
+            self._closed = True
+            self._release()
             self._waiter.close()
 
-    def _release_buffers(self) -> None:
+    def _after_refit(self) -> None:
+        """Free what shall not outlive a refit; nothing by default."""
+
+    def _release(self) -> None:
+        """Drop the peers, then free the buffers, which a peer may read until it is dropped."""
+        self._close_session()
         if self._transport is not None:
             self._transport.release()
         self._buffers = []
 
     def _close_session(self) -> None:
-        """Drop the peers, before any buffer that they may still read is freed."""
         if self._transport is not None:
             self._transport.disconnect()
-        hub, self._hub = self._hub, None
-        if hub is not None:
-            hub.close()
-        self._link, self._step_links, self._role = None, [], None
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
 
     # Pieces.
 
-    async def _send(self, weights: Weights, link: Link, lockstep: Lockstep, refit: _Refit) -> None:
-        transport = self._require_prepared()[1]
-        sender = BucketSender(
-            link=link,
-            transport=transport,
-            buffers=self._buffers,
-            lockstep=lockstep,
-            waiter=self._waiter,
-            budget=refit.budget,
-            stall_s=self._deadlines.stall_s,
-            verify=self._verify,
-            stopwatch=refit.stopwatch,
-        )
-        with self._open_on(link, transport, sending=True):
-            await self._meet(link, refit)
-            sent = await sender.send(weights)
-        self._stats = _figures(refit.stopwatch, sent, sender.buckets_sent)
-
-    async def _meet(self, link: Link, refit: _Refit) -> None:
-        with refit.stopwatch.phase("connect"):
-            await self._waiter.run(lambda: link.begin(epoch=refit.epoch, version=refit.version))
-
-    @contextmanager
-    def _open_on(
-        self,
-        link: Link,
-        transport: BucketTransport,
-        *,
-        sending: bool,
-        drain: Callable[[], None] = lambda: None,
-    ) -> Iterator[None]:
-        """Hold a refit open on the link and the transport; a failure is told to the peer.
-
-        ``drain`` ends what still uses the buffers. It comes after the link has ended, which wakes it, and
-        before the transport shuts, which drops the connection that it uses.
-        """
-        failed = True
-        transport.open(sending=sending)
-        try:
-            yield
-            failed = False
-        except GeneratorExit:
-            link.abort(IncompleteStreamError("the consumer stopped before the end of the stream"))
-            raise
-        except BaseException as error:
-            link.abort(error)
-            raise
-        finally:
-            link.end()
-            drain()
-            transport.shut(failed=failed)
-
-    def _make_lockstep(self, budget: Budget) -> Lockstep:
-        if not self._step_links:
-            return SoloLockstep()
-        kind: type[LeaderLockstep | FollowerLockstep] = (
-            LeaderLockstep if self._rank == 0 else FollowerLockstep
-        )
-        return kind(self._step_links, self._waiter, budget, self._deadlines.stall_s)
-
-    def _begin_refit(self) -> _Refit:
-        (epoch, version), self._next = self._next, (None, None)
-        return _Refit(epoch, version, Budget(self._deadlines.total_s), Stopwatch())
-
-    @contextmanager
-    def _exclusively(self, call: str) -> Iterator[None]:
-        if not self._busy.acquire(blocking=False):
-            raise LifecycleError(f"{call}: another call of this engine is still running")
-        try:
-            yield
-        finally:
-            self._busy.release()
-
-    def _require_prepared(self) -> tuple[ControlHub, BucketTransport]:
-        if self._hub is None or self._transport is None or not self._buffers:
-            raise LifecycleError(
-                "the engine is not prepared: call prepare() and join the process group first"
-            )
-        return self._hub, self._transport
-
-    def _require_role(self, role: str) -> None:
-        self._require_prepared()
-        if self._role != role:
+    def _begin_refit(self, role: str) -> tuple[Session, Refit]:
+        session, transport = self._prepared()
+        if session.role != role or session.rank is None:
             raise LifecycleError(
                 f"this engine has not joined as a {role} worker: call init_{role}_process_group() first"
             )
+        (epoch, version), self._next = self._next, (None, None)
+        return session, Refit(
+            side=role,
+            rank=session.rank,
+            epoch=epoch,
+            version=version,
+            transport=transport,
+            buffers=self._buffers,
+            waiter=self._waiter,
+            deadlines=self._deadlines,
+            verify=self._verify,
+            budget=Budget(self._deadlines.total_s),
+        )
 
-    def _require_link(self) -> Link:
-        if self._link is None:
-            raise LifecycleError("this rank has no peer")
-        return self._link
-
-    def _require_metadata(self, metadata: list[Any], expected: int) -> None:
-        if len(metadata) != expected:
-            raise ConfigurationError(
-                f"metadata must hold one entry for each worker, policy ranks first: "
-                f"expected {expected}, got {len(metadata)}"
+    def _prepared(self) -> tuple[Session, BucketTransport]:
+        if self._session is None or self._transport is None:
+            raise LifecycleError(
+                "the engine is not prepared: call prepare() and join the process group first"
             )
-        for index, entry in enumerate(metadata):
-            if not isinstance(entry, dict) or entry.get("engine") != self.transport_name:
-                raise ConfigurationError(
-                    f"metadata entry {index} was not made by a {self.transport_name} engine"
-                )
-            if entry["bucket_size"] != self.bucket_size:
-                raise ConfigurationError(
-                    f"metadata entry {index} has buckets of {entry['bucket_size']} bytes, "
-                    f"this worker {self.bucket_size}: all workers need the same bucket_size"
-                )
+        return self._session, self._transport
 
+    def _read(self, metadata: list[Any], expected: int, own_index: int) -> list[WorkerMetadata]:
+        session, _ = self._prepared()
+        session.require_unjoined()
+        return read_metadata(metadata, expected=expected, own_index=own_index, own=session.own)
 
-def _figures(stopwatch: Stopwatch, moved: WeightManifest | None = None, batches: int = 0) -> dict[str, float]:
-    """Return what `refit_stats` gives: counts, and ``seconds_<phase>``."""
-    seconds = {f"seconds_{phase}": value for phase, value in stopwatch.seconds().items()}
-    counts = {"bytes": moved.nbytes, "tensors": len(moved)} if moved else {"bytes": 0, "tensors": 0}
-    return {**counts, "batches": batches, **seconds}
+    @contextmanager
+    def _joining(self, peer: WorkerMetadata | None) -> Iterator[Session]:
+        """Join a process group whole or not at all: after a failure the engine is to be prepared again."""
+        session, transport = self._prepared()
+        try:
+            if peer is not None:
+                transport.connect(peer.transport)
+            yield session
+        except BaseException:
+            self._close_session()
+            raise

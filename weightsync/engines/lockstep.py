@@ -9,13 +9,19 @@ Policy rank 0 leads. Ranks may have streams of different length: one that has fi
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 from weightsync.control import Gate, Go, Link
 from weightsync.engines.waiting import Budget, Waiter
+from weightsync.errors import WeightSyncError
 
 _PHASE = "keeping in step"
+_TELL_S = 1.0
+_TELL_EACH_S = 0.2
 
 
 class Lockstep(Protocol):
@@ -57,19 +63,33 @@ class SoloLockstep:
 
 
 class _Stepper:
-    """What the leader and the followers share."""
+    """What the leader and the followers share.
 
-    def __init__(self, links: Sequence[Link], waiter: Waiter, budget: Budget, stall_s: float) -> None:
+    Args:
+        links: to the other ranks.
+        waiter: runs blocking waits.
+        budget: the refit's time.
+        patience_s: seconds to wait for another rank. Longer than a rank waits for its own receiver, so that
+            the rank which knows the cause is the first to give up.
+    """
+
+    def __init__(self, links: Sequence[Link], waiter: Waiter, budget: Budget, patience_s: float) -> None:
         self._links = list(links)
         self._waiter = waiter
         self._budget = budget
-        self._stall_s = stall_s
+        self._patience_s = patience_s
         self._step = 0
 
     async def begin(self, epoch: int | None, version: int | None) -> None:
         """Meet the other ranks."""
-        for link in self._links:
-            await self._waiter.run(lambda link=link: link.begin(epoch=epoch, version=version))  # type: ignore[misc]
+        for place, link in enumerate(self._links, start=1):
+            try:
+                await self._waiter.run(partial(link.begin, epoch=epoch, version=version), undo=link.end)
+            except WeightSyncError:
+                # The ranks that wait to be met must hear of it: they know nothing of the one that is absent.
+                others = self._links[place:]
+                await self._waiter.run(partial(_meet_briefly, others, epoch, version))
+                raise
 
     def stop(self, error: BaseException) -> None:
         """Tell the ranks at the other ends that this one has failed."""
@@ -81,12 +101,26 @@ class _Stepper:
         for link in self._links:
             link.end()
 
+    def _patience(self) -> float:
+        return self._budget.clip(self._patience_s)
+
+
+def _meet_briefly(links: Sequence[Link], epoch: int | None, version: int | None) -> None:
+    """Open the refit with those that are waiting already, so that they can be told that it failed."""
+    end = time.monotonic() + _TELL_S
+    for link in links:
+        left = end - time.monotonic()
+        if left <= 0:
+            return
+        with contextlib.suppress(WeightSyncError):
+            link.begin(epoch=epoch, version=version, connect_s=min(left, _TELL_EACH_S))
+
 
 class LeaderLockstep(_Stepper):
     """Policy rank 0: collects every rank's arrival, then lets all go."""
 
-    def __init__(self, links: Sequence[Link], waiter: Waiter, budget: Budget, stall_s: float) -> None:
-        super().__init__(links, waiter, budget, stall_s)
+    def __init__(self, links: Sequence[Link], waiter: Waiter, budget: Budget, patience_s: float) -> None:
+        super().__init__(links, waiter, budget, patience_s)
         self._waiting_for = list(self._links)
 
     async def step(self) -> None:
@@ -109,7 +143,7 @@ class LeaderLockstep(_Stepper):
     def _collect(self) -> None:
         still_running = []
         for link in self._waiting_for:
-            gate = link.receive(Gate, phase=_PHASE, timeout_s=self._budget.clip(self._stall_s))
+            gate = link.receive(Gate, phase=_PHASE, timeout_s=self._patience())
             if not gate.finished:
                 still_running.append(link)
         self._waiting_for = still_running
@@ -122,12 +156,20 @@ class FollowerLockstep(_Stepper):
         """Wait for the leader."""
         (leader,) = self._links
         leader.send(Gate(self._step, finished=False))
-        await self._waiter.run(
-            lambda: leader.receive(Go, phase=_PHASE, timeout_s=self._budget.clip(self._stall_s))
-        )
+        await self._waiter.run(lambda: leader.receive(Go, phase=_PHASE, timeout_s=self._patience()))
         self._step += 1
 
     async def finish(self) -> None:
         """Say that this rank needs no more steps."""
         (leader,) = self._links
         leader.send(Gate(self._step, finished=True))
+
+
+def make_lockstep(
+    rank: int, links: Sequence[Link], waiter: Waiter, budget: Budget, patience_s: float
+) -> Lockstep:
+    """Return a policy rank's part in the lockstep; arguments as for the classes."""
+    if not links:
+        return SoloLockstep()
+    kind: type[LeaderLockstep | FollowerLockstep] = FollowerLockstep if rank else LeaderLockstep
+    return kind(links, waiter, budget, patience_s)

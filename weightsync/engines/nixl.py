@@ -15,17 +15,10 @@ import torch
 from weightsync.control import Bucket
 from weightsync.engines.bucketed import BucketedCheckpointEngine
 from weightsync.engines.buffers import allocate_bucket, require_device
-from weightsync.engines.nixl_agent import (
-    MemoryRegion,
-    NixlAgent,
-    ProgressTicker,
-    backend_params,
-    borrow_agent,
-    preinit_nixl_agent,
-    return_agent,
-)
+from weightsync.engines.nixl_agent import MemoryRegion, NixlAgent, ProgressTicker, backend_params
+from weightsync.engines.nixl_pool import borrow_agent, preinit_nixl_agent, return_agent
 from weightsync.engines.transport import SLOTS, BucketTransport
-from weightsync.errors import ConfigurationError, LifecycleError, ProtocolError
+from weightsync.errors import ConfigurationError, LifecycleError, ProtocolError, TransportError
 
 __all__ = ["NIXLCheckpointEngine", "preinit_nixl_agent"]
 
@@ -56,8 +49,11 @@ class NixlTransport(BucketTransport):
         if self._agent is None:
             self._agent = borrow_agent(self._backend_name, self._params)
             self._ticker = ProgressTicker(self._agent)
-        self._buffers = [allocate_bucket(bucket_size, self._device) for _ in range(SLOTS)]
-        self._registrations = [self._agent.register(buffer) for buffer in self._buffers]
+        buffers = [allocate_bucket(bucket_size, self._device) for _ in range(SLOTS)]
+        for buffer in buffers:
+            # One by one, so that what a failure leaves behind is known to `release`.
+            self._registrations.append(self._agent.register(buffer))
+            self._buffers.append(buffer)
         return self._buffers
 
     def describe(self) -> dict[str, Any]:
@@ -74,19 +70,24 @@ class NixlTransport(BucketTransport):
         """Take the peer's metadata; the connection is made by the first refit.
 
         Raises:
-            ConfigurationError: the peer uses another NIXL backend.
+            ConfigurationError: the peer uses another NIXL backend, or its metadata are damaged.
         """
-        if peer["backend"] != self._backend_name:
+        if peer.get("backend") != self._backend_name:
             raise ConfigurationError(
-                f"the peer uses NIXL backend {peer['backend']}, this worker {self._backend_name}: "
+                f"the peer uses NIXL backend {peer.get('backend')}, this worker {self._backend_name}: "
                 f"set backend_name alike on both sides"
             )
         self.disconnect()
-        self._peer_metadata = bytes(peer["metadata"])
-        self._peer_regions = [MemoryRegion(*slot) for slot in peer["slots"]]
+        try:
+            self._peer_regions = [MemoryRegion.from_list(slot) for slot in peer["slots"]]
+            self._peer_metadata = bytes(peer["metadata"])
+            self._peer_name = self._require_agent().add_peer(self._peer_metadata)
+        except (KeyError, TypeError, ValueError, TransportError) as error:
+            self.disconnect()
+            raise ConfigurationError(f"the peer's NIXL metadata are damaged: {error}") from error
 
     def open(self, *, sending: bool) -> None:
-        """Load the peer's metadata, if that is not done yet."""
+        """Load the peer's metadata again, if the last refit dropped the connection."""
         agent = self._require_agent()
         if self._peer_metadata is None:
             raise LifecycleError("NIXL has no peer: join the process group first")
@@ -141,9 +142,9 @@ class NixlTransport(BucketTransport):
         agent, self._agent = self._agent, None
         if agent is None:
             return
-        for registration in self._registrations:
-            agent.deregister(registration)
-        self._registrations, self._buffers = [], []
+        while self._registrations:
+            agent.deregister(self._registrations.pop())
+        self._buffers = []
         return_agent(agent, self._backend_name, self._params)
 
     def _require_agent(self) -> NixlAgent:
@@ -208,9 +209,7 @@ class NIXLCheckpointEngine(BucketedCheckpointEngine):
         """Borrow the process's NIXL agent."""
         return NixlTransport(self._device, self._backend_name, self._params)
 
-    def finalize(self) -> None:
-        """End a refit; with ``release_after_refit``, drop the peers and free the buffers."""
-        super().finalize()
+    def _after_refit(self) -> None:
+        """With ``release_after_refit``, drop the peers and free the buffers."""
         if self._release_after_refit:
-            self._close_session()
-            self._release_buffers()
+            self._release()

@@ -1,12 +1,12 @@
 """The seam to the NIXL package: agents, memory, reads. Nothing else imports it.
 
-Agents are expensive to make, so each process keeps them: `preinit_nixl_agent` makes one early, an engine
-borrows it and gives it back. An agent runs without NIXL's progress thread, which would keep a core busy;
-the side that is read from calls `progress` instead (see `ProgressTicker`).
+An agent runs without NIXL's progress thread, which would keep a core busy; the side that is read from
+calls `progress` instead (see `ProgressTicker`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -27,6 +27,7 @@ from weightsync.errors import (
 
 _POLL_S = 0.0005
 _TICK_S = 0.001
+_MEMORY_KINDS = ("DRAM", "VRAM")
 
 
 def import_nixl() -> Any:
@@ -60,6 +61,18 @@ class MemoryRegion:
         """Describe a contiguous buffer."""
         kind = "VRAM" if buffer.device.type == "cuda" else "DRAM"
         return cls(buffer.data_ptr(), buffer.numel() * buffer.element_size(), buffer.device.index or 0, kind)
+
+    @classmethod
+    def from_list(cls, data: list[Any]) -> MemoryRegion:
+        """Read a peer's `to_list`.
+
+        Raises:
+            ValueError: it is none.
+        """
+        kinds = (int, int, int, str)
+        if len(data) != len(kinds) or not all(map(isinstance, data, kinds)) or data[3] not in _MEMORY_KINDS:
+            raise ValueError(f"{data!r:.80} does not describe a buffer")
+        return cls(*data)
 
     def to_list(self) -> list[Any]:
         """Return plain data for the metadata exchange."""
@@ -121,16 +134,16 @@ class NixlAgent:
 
     def remove_peer(self, name: str) -> None:
         """Forget a peer and drop its connection; unknown peers are ignored."""
-        with self._lock:
-            try:
-                self._agent.remove_remote_agent(name)
-            except self._errors.any:
-                # A peer that is already gone is what was asked for.
-                return
+        # A peer that is already gone is what was asked for.
+        with self._lock, contextlib.suppress(*self._errors.any):
+            self._agent.remove_remote_agent(name)
 
     def progress(self) -> None:
-        """Let NIXL answer its peers: connection set-up, and reads that the target has to serve."""
-        with self._lock:
+        """Let NIXL answer its peers: connection set-up, and reads that the target has to serve.
+
+        A connection that broke is no error here: the control channel tells of the peer's end.
+        """
+        with self._lock, contextlib.suppress(*self._errors.any):
             self._agent.get_new_notifs()
 
     def read(
@@ -238,37 +251,6 @@ class ProgressTicker:
             self._agent.progress()
 
 
-class _AgentPool:
-    """Idle agents of this process, by backend and parameters. A forked child starts with an empty pool."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._idle: dict[tuple[Any, ...], list[NixlAgent]] = {}
-
-    def take(self, backend_name: str, params: Mapping[str, str]) -> NixlAgent:
-        with self._lock:
-            idle = self._idle.get(self._key(backend_name, params))
-            if idle:
-                return idle.pop()
-        return NixlAgent(backend_name, params)
-
-    def give(self, agent: NixlAgent, backend_name: str, params: Mapping[str, str]) -> None:
-        with self._lock:
-            self._idle.setdefault(self._key(backend_name, params), []).append(agent)
-
-    def ensure(self, backend_name: str, params: Mapping[str, str]) -> NixlAgent:
-        agent = self.take(backend_name, params)
-        self.give(agent, backend_name, params)
-        return agent
-
-    @staticmethod
-    def _key(backend_name: str, params: Mapping[str, str]) -> tuple[Any, ...]:
-        return (os.getpid(), backend_name, tuple(sorted(params.items())))
-
-
-_POOL = _AgentPool()
-
-
 def backend_params(backend_name: str, backend_init_params: Mapping[str, Any] | None) -> dict[str, str]:
     """Return a backend's parameters as NIXL takes them: strings, with UCX's peer-error handling on."""
     params = {str(key): _as_text(value) for key, value in (backend_init_params or {}).items()}
@@ -279,20 +261,3 @@ def backend_params(backend_name: str, backend_init_params: Mapping[str, Any] | N
 
 def _as_text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def preinit_nixl_agent(
-    *, backend_name: str = "UCX", backend_init_params: Mapping[str, Any] | None = None
-) -> NixlAgent:
-    """Make this process's NIXL agent now, off the critical path; the first engine made later uses it."""
-    return _POOL.ensure(backend_name, backend_params(backend_name, backend_init_params))
-
-
-def borrow_agent(backend_name: str, params: Mapping[str, str]) -> NixlAgent:
-    """Take an idle agent of this process, or make one."""
-    return _POOL.take(backend_name, params)
-
-
-def return_agent(agent: NixlAgent, backend_name: str, params: Mapping[str, str]) -> None:
-    """Give an agent back for the next engine of this process."""
-    _POOL.give(agent, backend_name, params)

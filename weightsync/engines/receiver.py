@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from weightsync.buckets import Chunk, ChunkMerger, unpack_bucket
 from weightsync.control import Bucket, ChunkEntry, Complete, Done, Link, Manifest, Release
-from weightsync.engines.stats import Stopwatch
-from weightsync.engines.transport import BucketTransport
-from weightsync.engines.waiting import Budget, Waiter
-from weightsync.errors import DeadlineError, DigestError, IncompleteStreamError, ManifestError, ProtocolError
-from weightsync.tensors import (
-    TensorMeta,
-    TensorSpec,
-    WeightManifest,
-    digest_bytes,
-    digest_kind,
-    dtype_from_name,
-    list_names,
+from weightsync.engines.account import Account
+from weightsync.engines.buffers import synchronize
+from weightsync.engines.refit import Refit
+from weightsync.errors import (
+    DeadlineError,
+    DigestError,
+    IncompleteStreamError,
+    ProtocolError,
+    WeightSyncError,
 )
+from weightsync.tensors import TensorMeta, WeightManifest, digest_bytes, digest_kind, dtype_from_name
 
 _POISON = 0xFF
 """Fills released buffers in debug mode: NaN in every float format, so that late readers show."""
@@ -44,107 +43,30 @@ class Arrived:
     slot: int
 
 
-class Account:
-    """Holds what arrives against what was promised: nothing unknown, repeated, changed or missing."""
-
-    def __init__(self) -> None:
-        self._promised: WeightManifest | None = None
-        self._specs: list[TensorSpec] = []
-        self._names: set[str] = set()
-        self._buckets = 0
-
-    def promise(self, manifest: WeightManifest) -> None:
-        """Take the sender's manifest; it comes once, before the first bucket."""
-        if self._promised is not None or self._specs:
-            raise ProtocolError("the sender announced a manifest in the middle of its stream")
-        self._promised = manifest
-
-    def enter(self, bucket: Bucket) -> None:
-        """Enter one bucket's chunks.
-
-        Raises:
-            ProtocolError: a bucket is missing or repeated.
-            ManifestError: a chunk opens a tensor that is not the next one promised, or came before.
-        """
-        if bucket.seq != self._buckets:
-            raise ProtocolError(f"expected bucket {self._buckets}, got bucket {bucket.seq}")
-        self._buckets += 1
-        for entry in bucket.chunks:
-            if entry.chunk_offset == 0:
-                self._enter_tensor(entry.spec)
-
-    def _enter_tensor(self, spec: TensorSpec) -> None:
-        if spec.name in self._names:
-            raise ManifestError("a tensor came twice", tensor=spec.name)
-        if self._promised is not None:
-            index = len(self._specs)
-            promised = self._promised.tensors[index] if index < len(self._promised) else None
-            if spec != promised:
-                raise ManifestError(
-                    f"got {spec}, but the manifest promised {promised or 'no more'}", tensor=spec.name
-                )
-        self._names.add(spec.name)
-        self._specs.append(spec)
-
-    def close(self, done: Done) -> WeightManifest:
-        """Check the end of the stream; returns what has come.
-
-        Raises:
-            IncompleteStreamError: less came than was promised or sent.
-        """
-        came = WeightManifest(tuple(self._specs))
-        missing = [name for name in self._promised.names if name not in self._names] if self._promised else []
-        if missing:
-            raise IncompleteStreamError(f"promised and never came: {list_names(missing)}", tensor=missing[0])
-        counts = (self._buckets, len(came), came.nbytes, came.digest())
-        if counts != (done.buckets, done.tensors, done.nbytes, done.manifest_digest):
-            raise IncompleteStreamError(
-                f"the sender sent {done.tensors} tensors of {done.nbytes} bytes in {done.buckets} buckets, "
-                f"{len(came)} tensors of {came.nbytes} bytes in {self._buckets} buckets came"
-            )
-        return came
-
-
 class BucketReceiver:
     """Receives one weight stream from one sender. Made anew for each refit.
 
     Args:
-        link: the control link to the sender, already begun.
-        transport: moves the buckets' bytes.
-        buffers: the transport's buffers.
-        waiter: runs blocking waits.
-        budget: the refit's time.
-        stall_s: seconds without progress after which the sender is given up.
-        verify: whether chunks carry digests that are to be checked.
+        refit: whose buffers, transport and deadlines are used.
+        link: the control link to the sender.
         poison_released: overwrite each buffer when the consumer gives it back.
         manifest_check: called with the manifest before the first batch; raises to refuse the refit.
-        stopwatch: where the time goes.
     """
 
     def __init__(
         self,
-        *,
+        refit: Refit,
         link: Link,
-        transport: BucketTransport,
-        buffers: list[torch.Tensor],
-        waiter: Waiter,
-        budget: Budget,
-        stall_s: float,
-        verify: bool,
+        *,
         poison_released: bool,
         manifest_check: Callable[[WeightManifest], None] | None,
-        stopwatch: Stopwatch,
     ) -> None:
+        self._refit = refit
         self._link = link
-        self._transport = transport
-        self._buffers = buffers
-        self._waiter = waiter
-        self._budget = budget
-        self._stall_s = stall_s
-        self._verify = verify
         self._poison_released = poison_released
         self._manifest_check = manifest_check
-        self._stopwatch = stopwatch
+        self._buffers = refit.buffers
+        self._stopwatch = refit.stopwatch
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._events: queue.SimpleQueue[Manifest | Arrived | Done | BaseException] = queue.SimpleQueue()
         self._stop = threading.Event()
@@ -153,6 +75,7 @@ class BucketReceiver:
         """What has come, once the stream has ended well."""
         self.batches_yielded = 0
         self.bytes_received = 0
+        self._bucket: int | None = None
 
     async def batches(self) -> AsyncGenerator[list[tuple[str, torch.Tensor]], None]:
         """Yield batches of whole tensors; each is valid until the next one is asked for.
@@ -164,11 +87,12 @@ class BucketReceiver:
             self._free.put(slot)
         self._pump.start()
         account, merger = Account(), ChunkMerger()
-        while True:
-            event = await self._next_event()
-            if isinstance(event, Manifest):
-                self._take_manifest(event, account)
-            elif isinstance(event, Arrived):
+        with self._located():
+            while not isinstance(event := await self._next_event(), Done):
+                if isinstance(event, Manifest):
+                    self._take_manifest(event, account)
+                    continue
+                self._bucket = event.bucket.seq
                 account.enter(event.bucket)
                 tensors = merger.feed(self._chunks(event))
                 if tensors:
@@ -176,11 +100,9 @@ class BucketReceiver:
                     yield tensors
                 del tensors
                 self._give_back(event.slot)
-            else:
-                merger.require_complete()
-                self.received = account.close(event)
-                self._link.send(Complete())
-                return
+            merger.require_complete()
+            self.received = account.close(event)
+            self._link.send(Complete())
 
     def close(self) -> None:
         """End the pump and wait for it, so that no transfer writes into a buffer any more.
@@ -194,18 +116,29 @@ class BucketReceiver:
             if self._pump.is_alive():
                 raise DeadlineError(f"a transfer did not end within {_JOIN_S:g} s", peer=self._link.peer)
 
+    @contextmanager
+    def _located(self) -> Iterator[None]:
+        """Say in errors how far the stream had come."""
+        try:
+            yield
+        except WeightSyncError as error:
+            error.with_context(
+                phase="receive", peer=self._link.peer, bucket=self._bucket, bytes_done=self.bytes_received
+            )
+            raise
+
     async def _next_event(self) -> Manifest | Arrived | Done:
         with self._stopwatch.phase("receive"):
             try:
                 event = self._events.get_nowait()
             except queue.Empty:
-                event = await self._waiter.run(self._events.get)
+                event = await self._refit.waiter.run(self._events.get)
         if isinstance(event, BaseException):
             raise event
         return event
 
     def _take_manifest(self, message: Manifest, account: Account) -> None:
-        expected = digest_kind(self._buffers[0].device) if self._verify else "off"
+        expected = digest_kind(self._buffers[0].device) if self._refit.verify else "off"
         if message.digest_kind != expected:
             raise ProtocolError(
                 f"the sender digests with {message.digest_kind!r}, this side with {expected!r}: "
@@ -221,6 +154,8 @@ class BucketReceiver:
         return unpack_bucket(self._buffers[arrived.slot][: arrived.bucket.nbytes], metas)
 
     def _give_back(self, slot: int) -> None:
+        # Work that the consumer has queued on the device still reads the buffer.
+        synchronize(self._buffers[slot].device)
         if self._poison_released:
             self._buffers[slot].fill_(_POISON)
         self._free.put(slot)
@@ -229,30 +164,28 @@ class BucketReceiver:
 
     def _run_pump(self) -> None:
         try:
-            while not self._stop.is_set():
-                timeout_s = self._budget.clip(self._stall_s)
+            while True:
+                timeout_s = self._refit.patience()
                 message = self._link.receive(*_EXPECTED, phase="receive", timeout_s=timeout_s)
-                if isinstance(message, Bucket):
-                    self._events.put(self._bring_in(message))
-                    continue
-                self._events.put(message)
+                self._events.put(self._bring_in(message) if isinstance(message, Bucket) else message)
                 if isinstance(message, Done):
                     return
         except BaseException as error:  # noqa: BLE001 - raised again in the consumer's thread
+            # The last event, always: the consumer's wait for the next one has no other end.
             self._events.put(error)
 
     def _bring_in(self, bucket: Bucket) -> Arrived:
-        size = self._buffers[0].numel()
+        size = self._refit.bucket_size
         if bucket.nbytes > size:
             raise ProtocolError(f"bucket {bucket.seq} has {bucket.nbytes} bytes, the buffers here {size}")
         slot = self._await_free_slot()
         if bucket.nbytes:
             with self._stopwatch.phase("fetch"):
-                timeout_s = self._budget.clip(self._stall_s)
-                self._transport.fetch(bucket, slot, timeout_s=timeout_s, check=self._check)
+                timeout_s = self._refit.patience()
+                self._refit.transport.fetch(bucket, slot, timeout_s=timeout_s, check=self._check)
         self._link.send(Release(bucket.seq))
         self.bytes_received += bucket.nbytes
-        if self._verify:
+        if self._refit.verify:
             with self._stopwatch.phase("verify"):
                 self._require_digests(bucket, slot)
         return Arrived(bucket, slot)
@@ -263,7 +196,7 @@ class BucketReceiver:
                 return self._free.get(timeout=_CHECK_S)
             except queue.Empty:
                 self._check()
-                self._budget.clip(_CHECK_S)
+                self._refit.patience()
 
     def _check(self) -> None:
         if self._stop.is_set():

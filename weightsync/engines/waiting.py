@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from weightsync.errors import DeadlineError
 
@@ -32,18 +33,51 @@ class Budget:
         return min(seconds, left)
 
 
+class _Wait(Generic[T]):
+    """One blocking wait, whose caller may leave before its end."""
+
+    def __init__(self, wait: Callable[[], T], undo: Callable[[], object]) -> None:
+        self._wait, self._undo = wait, undo
+        self._lock = threading.Lock()
+        self._abandoned = self._succeeded = False
+
+    def __call__(self) -> T:
+        result = self._wait()
+        with self._lock:
+            self._succeeded = True
+            if self._abandoned:
+                self._undo()
+        return result
+
+    def abandon(self) -> None:
+        """The caller has left: what the wait brings, or has just brought, is taken back."""
+        with self._lock:
+            self._abandoned = True
+            if self._succeeded:
+                self._undo()
+
+
 class Waiter:
     """Runs blocking waits in one thread of its own, so that an event loop stays free meanwhile.
 
-    Waits are bounded by their own time-outs; a cancelled caller leaves at most one behind.
+    Waits are bounded by their own time-outs; a cancelled caller leaves at most one behind, and the next wait
+    begins after it.
     """
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weightsync-wait")
 
-    async def run(self, wait: Callable[[], T]) -> T:
-        """Return what ``wait`` returns, or raise what it raises."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, wait)
+    async def run(self, wait: Callable[[], T], *, undo: Callable[[], object] = lambda: None) -> T:
+        """Return what ``wait`` returns, or raise what it raises.
+
+        ``undo`` takes back what a wait has achieved after its caller was cancelled.
+        """
+        job = _Wait(wait, undo)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, job)
+        except BaseException:
+            job.abandon()
+            raise
 
     def close(self) -> None:
         """Let the thread end when its current wait does."""

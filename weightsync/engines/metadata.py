@@ -1,0 +1,92 @@
+"""What a built-in engine tells its peers in `prepare`, and the check of what it is told. No I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from weightsync.errors import ConfigurationError
+
+_ALIKE = {
+    "engine": "all workers need the same refit_transport",
+    "bucket_size": "all workers need the same bucket_size",
+    "digest": "set verify and device alike on all workers",
+}
+
+
+@dataclass(frozen=True)
+class WorkerMetadata:
+    """One worker's entry in the combined metadata list.
+
+    ``engine``, ``bucket_size`` (bytes) and ``digest`` (kind) must be alike on all workers; ``control`` is the
+    card of its control channel, ``transport`` what its transport's `describe` returned.
+    """
+
+    engine: str
+    bucket_size: int
+    digest: str
+    control: dict[str, Any]
+    transport: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for any RPC layer."""
+        return {name: getattr(self, name) for name in _TYPES}
+
+    def card(self, name: str) -> dict[str, Any]:
+        """Return the control card under the name that error texts are to show."""
+        return {**self.control, "name": name}
+
+
+_TYPES: dict[str, type] = {
+    "engine": str,
+    "bucket_size": int,
+    "digest": str,
+    "control": dict,
+    "transport": dict,
+}
+
+
+def read_metadata(
+    metadata: list[Any], *, expected: int, own_index: int, own: WorkerMetadata
+) -> list[WorkerMetadata]:
+    """Check the combined metadata list of a process group.
+
+    Args:
+        metadata: one entry a worker, policy ranks first.
+        expected: number of workers.
+        own_index: place of this worker.
+        own: what this worker's last `prepare` returned.
+
+    Raises:
+        ConfigurationError: entries are missing, malformed, of another engine or setting, or of an earlier
+            `prepare` of this worker.
+    """
+    if not isinstance(metadata, (list, tuple)) or len(metadata) != expected:
+        count = len(metadata) if isinstance(metadata, (list, tuple)) else repr(metadata)[:80]
+        raise ConfigurationError(
+            f"metadata must hold one entry for each worker, policy ranks first: "
+            f"expected {expected}, got {count}"
+        )
+    entries = [_entry(index, data, own) for index, data in enumerate(metadata)]
+    if entries[own_index].control != own.control:
+        raise ConfigurationError(
+            f"metadata entry {own_index} is not what this worker's last prepare() returned: "
+            f"the list is out of order, or older than that call"
+        )
+    return entries
+
+
+def _entry(index: int, data: Any, own: WorkerMetadata) -> WorkerMetadata:
+    if not isinstance(data, dict) or data.get("engine") != own.engine:
+        raise ConfigurationError(f"metadata entry {index} was not made by a {own.engine} engine")
+    for name, kind in _TYPES.items():
+        if not isinstance(data.get(name), kind):
+            raise ConfigurationError(f"metadata entry {index} has no proper {name!r}: {data.get(name)!r:.80}")
+    entry = WorkerMetadata(**{name: data[name] for name in _TYPES})
+    for name, advice in _ALIKE.items():
+        theirs, ours = getattr(entry, name), getattr(own, name)
+        if theirs != ours:
+            raise ConfigurationError(
+                f"metadata entry {index} has {name} {theirs!r}, this worker {ours!r}: {advice}"
+            )
+    return entry

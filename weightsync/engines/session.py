@@ -1,0 +1,69 @@
+"""A worker's control links to its peers, from one `prepare` to the next: the paired topology."""
+
+from __future__ import annotations
+
+from weightsync.control import ControlHub, Link
+from weightsync.engines.metadata import WorkerMetadata
+from weightsync.errors import LifecycleError
+
+
+class Session:
+    """The control hub of one worker and the links of its process group.
+
+    A policy rank is dialled by its rollout rank; policy rank 0 is dialled by the other policy ranks.
+
+    Args:
+        hub: the session owns it.
+        own: what this worker tells its peers.
+    """
+
+    def __init__(self, hub: ControlHub, own: WorkerMetadata) -> None:
+        self._hub = hub
+        self.own = own
+        self.role: str | None = None
+        """``"policy"`` or ``"rollout"``, once joined."""
+        self.rank: int | None = None
+        self.link: Link | None = None
+        """To the other side; a policy rank may have none."""
+        self.step_links: list[Link] = []
+        """Of a policy rank: to the ranks that it keeps in step with."""
+
+    def require_unjoined(self) -> None:
+        """Check that this session has no process group yet.
+
+        Raises:
+            LifecycleError: it has; another one takes another `prepare`.
+        """
+        if self.role is not None:
+            raise LifecycleError(
+                f"this engine has joined as {self.role} rank {self.rank} already: call prepare() again "
+                f"on every worker before a new process group"
+            )
+
+    def join_policy(
+        self, rank: int, policy: list[WorkerMetadata], partner: tuple[int, WorkerMetadata] | None
+    ) -> None:
+        """Make the links of a policy rank; ``partner`` is its rollout rank, if it has one."""
+        if partner is not None:
+            self.link = self._hub.accept(partner[1].card(f"rollout rank {partner[0]}"))
+        if rank:
+            self.step_links = [self._hub.connect(policy[0].card("policy rank 0"))]
+        else:
+            others = enumerate(policy[1:], start=1)
+            self.step_links = [self._hub.accept(entry.card(f"policy rank {r}")) for r, entry in others]
+        self.role, self.rank = "policy", rank
+
+    def join_rollout(self, rank: int, partner: tuple[int, WorkerMetadata]) -> None:
+        """Make the link of a rollout rank to its policy rank."""
+        self.link = self._hub.connect(partner[1].card(f"policy rank {partner[0]}"))
+        self.role, self.rank = "rollout", rank
+
+    def abort(self, error: BaseException) -> None:
+        """Tell every peer of the open refit why this side failed."""
+        for link in (self.link, *self.step_links):
+            if link is not None:
+                link.abort(error)
+
+    def close(self) -> None:
+        """Leave every peer. Idempotent."""
+        self._hub.close()
