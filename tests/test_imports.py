@@ -40,6 +40,7 @@ RANKS = {
     "weightsync.testing": 5,
     "weightsync.cluster.ray": 6,
     "weightsync.cluster.local": 6,
+    "weightsync.cluster.private_ray": 6,
     "weightsync.connection": 7,
     "weightsync.crew": 7,
     "weightsync.failures": 7,
@@ -47,11 +48,21 @@ RANKS = {
     "weightsync.report": 7,
     "weightsync.progress": 7,
     "weightsync.synchronizer": 7,
+    "weightsync.cluster.private_ray": 6,
+    "weightsync.verification": 8,
+    "weightsync.verification": 8,
     "weightsync.cli": 9,
+    "weightsync.__main__": 9,
 }
 DRIVER = 7
 # These wrap a package, so importing them may import it.
-ADAPTERS = ("weightsync.cluster.ray", "weightsync.rollout.vllm", "weightsync.testing", "weightsync.cli")
+ADAPTERS = (
+    "weightsync.cluster.ray",
+    "weightsync.verification",
+    "weightsync.rollout.vllm",
+    "weightsync.testing",
+    "weightsync.cli",
+)
 CORE = [name for name in MODULES if not name.startswith(ADAPTERS)]
 HEAVY = ("ray", "vllm", "nixl", "nixl_cu12", "nixl_cu13", "transformers", "cupy", "matplotlib")
 
