@@ -10,6 +10,20 @@ EXTENSION = "weightsync.rollout.vllm.extension.VllmInternalWorkerExtensionWithCh
 NIXL_WORKER = "weightsync.rollout.vllm.worker_cls.NixlVllmWorker"
 REFIT_CFG_KEY = "refit_cfg"
 """Key of ``additional_config`` under which the settings of the NIXL transport stand."""
+LOADER_OPTIONS_KEY = "refit_loader"
+"""Key of ``additional_config`` under which ``allow_missing`` and ``allow_unused`` stand."""
+
+
+class LoaderSettings(Protocol):
+    """The part of the refit configuration that the loader depends on: patterns of names."""
+
+    @property
+    def allow_missing(self) -> list[str]:
+        """Parameters that need not be written."""
+
+    @property
+    def allow_unused(self) -> list[str]:
+        """Tensors that may come and are not used."""
 
 
 class RefitSettings(Protocol):
@@ -18,6 +32,10 @@ class RefitSettings(Protocol):
     @property
     def transport(self) -> str:
         """The selected transport: ``"nixl"``, or another one."""
+
+    @property
+    def lifecycle(self) -> LoaderSettings:
+        """What the loader lets pass."""
 
     def engine_kwargs(self) -> dict[str, Any]:
         """Return the engine's settings."""
@@ -41,6 +59,10 @@ def configure_vllm_kwargs(refit_config: RefitSettings, vllm_kwargs: dict[str, An
         additional[REFIT_CFG_KEY] = {
             key: settings[key] for key in ("backend_name", "backend_init_params") if settings.get(key)
         }
+    additional[LOADER_OPTIONS_KEY] = {
+        "allow_missing": list(refit_config.lifecycle.allow_missing),
+        "allow_unused": list(refit_config.lifecycle.allow_unused),
+    }
     for key, value in wanted.items():
         if vllm_kwargs.get(key) not in (None, "auto", value):
             raise ConfigurationError(

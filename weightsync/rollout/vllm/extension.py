@@ -14,12 +14,10 @@ import torch
 from weightsync.errors import ConfigurationError, LifecycleError
 from weightsync.rollout.endpoint import RolloutEndpoint
 from weightsync.rollout.loader import Batch
+from weightsync.rollout.vllm.arguments import LOADER_OPTIONS_KEY
 from weightsync.rollout.vllm.cpu import enable_amx, is_cpu_platform
 from weightsync.rollout.vllm.loader import VllmLoader
 from weightsync.tensors import TensorSpec, WeightManifest, dtype_name
-
-LOADER_OPTIONS_KEY = "refit_loader"
-"""Key of ``additional_config`` under which ``allow_missing`` and ``allow_unused`` stand."""
 
 if is_cpu_platform():
     enable_amx()

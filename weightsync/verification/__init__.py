@@ -1,0 +1,1 @@
+"""Proof that weights arrived: refit an engine, compare it with one started from a checkpoint."""
