@@ -53,6 +53,7 @@ RANKS = {
     "weightsync.verification": 8,
     "weightsync.cli": 9,
     "weightsync.__main__": 9,
+    "weightsync.__main__": 9,
 }
 DRIVER = 7
 # These wrap a package, so importing them may import it.
