@@ -147,7 +147,7 @@ def test_the_example_of_the_pull_request(tmp_path: Path) -> None:
 
 def test_the_plugin_example() -> None:
     config = load_plugin(update_weights_bucket_memory_ratio=0.1, transport="custom")
-    assert (config.transport, config.device, config.bucket_memory_ratio) == (PLUGIN, "cuda", 0.1)
+    assert (config.transport, config.device, config.bucket_memory_ratio) == (PLUGIN, "auto", 0.1)
     assert config.engine_kwargs() == {"transport": "custom"}
 
 
@@ -475,7 +475,8 @@ def test_plugin_settings_are_keywords() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "device"), [("cpu", "cpu"), ("cpu:0", "cpu"), ("cuda", "cuda"), ("cuda:1", "cuda")]
+    ("value", "device"),
+    [("tpu", "auto"), ("cpu", "cpu"), ("cpu:0", "cpu"), ("cuda", "cuda"), ("cuda:1", "cuda")],
 )
 def test_the_device_of_a_plugin(value: str, device: str) -> None:
     config = load_plugin(device=value)

@@ -48,11 +48,8 @@ RANKS = {
     "weightsync.report": 7,
     "weightsync.progress": 7,
     "weightsync.synchronizer": 7,
-    "weightsync.cluster.private_ray": 6,
-    "weightsync.verification": 8,
     "weightsync.verification": 8,
     "weightsync.cli": 9,
-    "weightsync.__main__": 9,
     "weightsync.__main__": 9,
 }
 DRIVER = 7

@@ -18,12 +18,11 @@ from weightsync.engines.base import CheckpointEngine
 from weightsync.engines.registry import (
     create_checkpoint_engine,
     known_checkpoint_engines,
-    portable_backend,
     register_checkpoint_engine,
     resolve_checkpoint_engine,
 )
 from weightsync.errors import ConfigurationError, MissingDependencyError
-from weightsync.names import engine_targets
+from weightsync.names import engine_targets, portable_backend
 
 PLUGIN = "tests.plugin_example:MyCheckpointEngine"
 MIB = 1 << 20

@@ -19,17 +19,20 @@ def total_memory_bytes(device: str) -> int:
 
     Args:
         device: ``"cuda"`` (the current GPU), ``"cuda:N"``, or ``"cpu"``: the host's physical memory, or the
-            limit of this process's control group (version 1 or 2) where that is smaller.
+            limit of this process's control group (version 1 or 2) where that is smaller. ``"auto"`` means
+            the current GPU where there is one, else the host: for plugins that do not say.
 
     Raises:
         ConfigurationError: another kind of device, or ``cuda`` on a machine without that GPU.
     """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, index = device.partition(":")
     if kind == "cuda":
         return _gpu_bytes(device, index)
     if device == "cpu":
         return host_memory_bytes()
-    raise ConfigurationError(f"device must be 'cpu', 'cuda' or 'cuda:N', got {device!r}")
+    raise ConfigurationError(f"device must be 'cpu', 'cuda', 'cuda:N' or 'auto', got {device!r}")
 
 
 def host_memory_bytes(cgroup_root: Path = _CGROUP_ROOT, own_cgroups: Path = _OWN_CGROUPS) -> int:

@@ -100,8 +100,9 @@ class PluginRefitConfig:
 
     @property
     def device(self) -> str:
-        """Kind of memory that the buckets take: the plugin's ``device`` setting, else ``"cuda"``."""
-        return "cpu" if str(self.settings.get("device", "cuda")).startswith("cpu") else "cuda"
+        """Kind of memory that the buckets take: the plugin's ``device`` setting, else ``"auto"``."""
+        named = str(self.settings.get("device", "auto")).partition(":")[0]
+        return named if named in {"cpu", "cuda"} else "auto"
 
 
 class PluginRatio(_Section):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from weightsync.cluster.base import WorkerGroup
 from weightsync.config import RefitConfig, resolve_bucket_size
 from weightsync.crew import Crew, Deadline, require_complete
+from weightsync.names import portable_backend
 
 
 def agree_on_bucket_size(crew: Crew, config: RefitConfig, deadline: Deadline) -> int:
@@ -31,7 +32,8 @@ def make_engines(crew: Crew, config: RefitConfig, bucket_size: int, deadline: De
         StepError: a worker could not.
     """
     arguments = {
-        "backend": config.transport,
+        # A name that only this process registered would be unknown to the workers.
+        "backend": portable_backend(config.transport),
         "bucket_size_bytes": bucket_size,
         "engine_kwargs": config.engine_kwargs(),
     }

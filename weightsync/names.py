@@ -21,6 +21,21 @@ def known_checkpoint_engines() -> list[str]:
     return sorted(engine_targets)
 
 
+def portable_backend(backend: str) -> str:
+    """Return a selector that other processes understand too.
+
+    A name that was registered in this process becomes its ``module:ClassName``; all else is unchanged.
+    """
+    if backend in BUILTIN_ENGINES:
+        return backend
+    return class_path_of(engine_targets.get(backend, backend))
+
+
+def class_path_of(target: str | type) -> str:
+    """Return the ``module:ClassName`` of a class; a path is returned as it is."""
+    return target if isinstance(target, str) else f"{target.__module__}:{target.__qualname__}"
+
+
 def split_class_path(path: str) -> tuple[str, str] | None:
     """Return module and class of a ``module:ClassName`` path; `None` where it is malformed."""
     module, colon, attribute = path.partition(":")

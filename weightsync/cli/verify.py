@@ -41,7 +41,7 @@ def verify(
 ) -> None:
     """Refit a vLLM engine that has other weights; compare it with one started from a checkpoint.
 
-    Exits with 1 if any refit left the engine with other tokens or log-probabilities than the checkpoint gives.
+    Exits with 1 if a refit left the engine with other tokens or log-probabilities than the checkpoint's.
     """
     checks: dict[str, list[RefitCheck]] = {}
     console = Console(stderr=as_json)

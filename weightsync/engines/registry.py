@@ -16,6 +16,7 @@ from weightsync.engines.base import CheckpointEngine
 from weightsync.errors import ConfigurationError, WeightSyncError
 from weightsync.names import (
     BUILTIN_ENGINES,
+    class_path_of,
     engine_targets,
     hint,
     known_checkpoint_engines,
@@ -26,7 +27,6 @@ from weightsync.names import (
 __all__ = [
     "create_checkpoint_engine",
     "known_checkpoint_engines",
-    "portable_backend",
     "register_checkpoint_engine",
     "resolve_checkpoint_engine",
 ]
@@ -110,16 +110,6 @@ def resolve_checkpoint_engine(backend: str) -> type[CheckpointEngine]:
     return _require_engine(_attribute(_import(path[0], target), path[1], target), target)
 
 
-def portable_backend(backend: str) -> str:
-    """Return a selector that other processes understand too.
-
-    A name that was registered in this process becomes its ``module:ClassName``; all else is unchanged.
-    """
-    if backend in BUILTIN_ENGINES:
-        return backend
-    return _path(engine_targets.get(backend, backend))
-
-
 def _register(name: str, target: str | type[CheckpointEngine]) -> None:
     if not isinstance(name, str) or not name.replace("-", "_").isidentifier():
         raise ConfigurationError(f"{name!r} is no engine name: use letters, digits, '_' and '-'")
@@ -129,8 +119,8 @@ def _register(name: str, target: str | type[CheckpointEngine]) -> None:
         raise ConfigurationError(f"cannot register {name!r}: {target!r} is no 'module:ClassName' path")
     if name in engine_targets and not _same(engine_targets[name], target):
         raise ConfigurationError(
-            f"checkpoint engine {name!r} already stands for {_path(engine_targets[name])}: "
-            f"choose another name for {_path(target)}"
+            f"checkpoint engine {name!r} already stands for {class_path_of(engine_targets[name])}: "
+            f"choose another name for {class_path_of(target)}"
         )
     if name not in BUILTIN_ENGINES:
         engine_targets[name] = target
@@ -138,11 +128,7 @@ def _register(name: str, target: str | type[CheckpointEngine]) -> None:
 
 def _same(old: str | type, new: str | type) -> bool:
     # Two classes made in one function share a path and are not the same; a reloaded module's are.
-    return old is new or (_path(old) == _path(new) and "<locals>" not in _path(new))
-
-
-def _path(target: str | type) -> str:
-    return target if isinstance(target, str) else f"{target.__module__}:{target.__qualname__}"
+    return old is new or (class_path_of(old) == class_path_of(new) and "<locals>" not in class_path_of(new))
 
 
 def _import(name: str, path: str) -> ModuleType:
@@ -207,7 +193,9 @@ def _require_engine(found: Any, path: str) -> type[CheckpointEngine]:
 def _require_complete(cls: type[CheckpointEngine]) -> None:
     missing = sorted(getattr(cls, "__abstractmethods__", ()))
     if missing:
-        raise ConfigurationError(f"checkpoint engine {_path(cls)} does not implement {', '.join(missing)}")
+        raise ConfigurationError(
+            f"checkpoint engine {class_path_of(cls)} does not implement {', '.join(missing)}"
+        )
 
 
 def _require_accepted(backend: str, cls: type[CheckpointEngine], kwargs: dict[str, Any]) -> None:
@@ -221,20 +209,20 @@ def _require_accepted(backend: str, cls: type[CheckpointEngine], kwargs: dict[st
         )
     if "bucket_size" not in named and not takes_any:
         raise ConfigurationError(
-            f"the constructor of checkpoint engine {_path(cls)} must take the keyword 'bucket_size' (bytes)"
+            f"the constructor of checkpoint engine {class_path_of(cls)} must take 'bucket_size' (bytes)"
             f"{hint('bucket_size', named)}"
         )
     settings = [name for name in named if name != "bucket_size"]
     unknown = [] if takes_any else [name for name in kwargs if name not in settings]
     if unknown:
         raise ConfigurationError(
-            f"{scope}: checkpoint engine {_path(cls)} does not take "
+            f"{scope}: checkpoint engine {class_path_of(cls)} does not take "
             f"{', '.join(f'{name!r}{_near(name, settings)}' for name in unknown)}; "
             f"it takes {', '.join(settings) or 'no settings'}"
         )
     absent = [p.name for p in parameters if _is_required(p) and p.name not in ("bucket_size", *kwargs)]
     if absent:
-        raise ConfigurationError(f"{scope}: checkpoint engine {_path(cls)} needs {', '.join(absent)}")
+        raise ConfigurationError(f"{scope}: checkpoint engine {class_path_of(cls)} needs {', '.join(absent)}")
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:
@@ -251,6 +239,6 @@ def _require_layout(cls: type[CheckpointEngine], engine: CheckpointEngine) -> No
     inherited = cls.get_target_weight_layout is CheckpointEngine.get_target_weight_layout
     if engine.shard_expert_weights and inherited:
         raise ConfigurationError(
-            f"checkpoint engine {_path(cls)} enables shard_expert_weights, so it must implement "
+            f"checkpoint engine {class_path_of(cls)} enables shard_expert_weights, so it must implement "
             "get_target_weight_layout"
         )

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import psutil
-import torch
-
+from weightsync.capacity import total_memory_bytes
 from weightsync.engines.base import CheckpointEngine
 from weightsync.engines.registry import create_checkpoint_engine
 from weightsync.errors import ConfigurationError, ErrorRecord, LifecycleError
@@ -67,14 +65,8 @@ class RolloutEndpoint:
     # The methods of the protocol. Each may raise.
 
     def checkpoint_engine_total_memory_bytes(self, device: str) -> int:
-        """Return the bytes of this rank's GPU memory, or of host memory for ``"cpu"``."""
-        if device == "cpu":
-            return psutil.virtual_memory().total
-        if device != "cuda":
-            raise ConfigurationError(f"device must be 'cpu' or 'cuda', got {device!r}")
-        if not torch.cuda.is_available():
-            raise ConfigurationError("device is 'cuda', but this rollout worker has no CUDA device")
-        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        """Return the bytes of memory behind a device; see `weightsync.capacity`."""
+        return total_memory_bytes(device)
 
     def init_checkpoint_engine(
         self, backend: str, bucket_size_bytes: int, engine_kwargs: dict[str, Any] | None = None
