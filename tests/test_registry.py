@@ -368,8 +368,8 @@ def test_settings_that_the_constructor_needs() -> None:
 
 def test_bucket_size_must_be_taken_and_is_not_a_setting() -> None:
     text = refusal(f"{__name__}:WithoutBucketSize")
-    assert "must take the keyword 'bucket_size' (bytes); did you mean 'bucketsize'?" in text
-    assert "must take the keyword 'bucket_size'" in refusal(f"{__name__}:PositionalOnly")
+    assert "must take 'bucket_size' (bytes); did you mean 'bucketsize'?" in text
+    assert "must take 'bucket_size'" in refusal(f"{__name__}:PositionalOnly")
     text = refusal(PLUGIN, transport="x", bucket_size=3)
     assert "set update_weights_bucket_memory_ratio instead" in text
 
