@@ -221,7 +221,7 @@ def write_config(tmp_path, **changes):
         ("  clip_ratio:", "  clip_ration:", "clip_ration"),
         ("task: token-class", "task: poetry", "grpo.task"),
         ("micro_batch_size: 64", "micro_batch_size: 48", "multiple"),
-        ("steps: 20", "steps: 2", "grpo.steps"),
+        ("steps: 30", "steps: 2", "grpo.steps"),
         ("seed: 0", "seed: [", "cannot read"),
     ],
 )
@@ -325,14 +325,14 @@ def test_step_line_says_everything_and_marks_an_exceeded_difference():
         assert part in line
     assert "bold red" not in line
     off = report.step_line(record(3, 0.25, 1.7, refit=False), 1e-3)
-    assert "refit off (vLLM serves version 0)" in off
+    assert "refit off: policy at version 2, vLLM at 0" in off
     assert "1.70e+00 > 1e-03" in off
 
 
 def test_summary_table_and_result_file(tmp_path):
     run = result()
     outcome = verdict.judge(run, CHECK)
-    console = Console(record=True, width=140, file=io.StringIO())
+    console = Console(record=True, width=80, file=io.StringIO())
     report.print_summary(console, run, outcome)
     text = console.export_text()
     assert "PASSED" in text

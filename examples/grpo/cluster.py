@@ -23,6 +23,7 @@ _ACTOR_ENVIRONMENT = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TRANSFORMERS_VERBOSITY": "error",
     "TQDM_DISABLE": "1",
+    "PYTHONWARNINGS": "ignore::FutureWarning",
     # Large pages make large copies on the CPU about twice as fast.
     "THP_MEM_ALLOC_ENABLE": "1",
     # All ranks are on this machine, whose own name may not resolve.

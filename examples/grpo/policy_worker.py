@@ -18,8 +18,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from weightsync.config import load_refit_config
-from weightsync.policy import PolicyCheckpointEngineMixin, weight_stream_from
+from weightsync.policy import PolicyCheckpointEngineMixin, preinit_checkpoint_engine, weight_stream_from
 
 from .config import DemoConfig
 from .grpo import Batch, LogprobGap, Sample, grpo_loss, token_logprobs
@@ -51,7 +50,7 @@ class PolicyWorker(PolicyCheckpointEngineMixin):
         self.rank = rank
         self._checkpoint = checkpoint
         self._config = config
-        self.preinit_checkpoint_engine(load_refit_config(config.refit_source))
+        preinit_checkpoint_engine(config.refit_source)
 
     def weight_stream(self) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield the current weights, gathered tensor by tensor, in Hugging Face names."""

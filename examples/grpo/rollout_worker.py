@@ -1,7 +1,7 @@
 """The vLLM engine: it samples completions with their log-probabilities, and takes the policy's weights.
 
-Two lines make it a receiver: `configure_vllm_kwargs`, which names the worker classes that vLLM must use,
-and the `VllmEngineHost` that answers the synchronizer.
+The base class makes it a receiver: it starts vLLM with the refit's worker classes and answers the
+synchronizer. All else is sampling.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from weightsync.rollout.vllm.host import VllmEngineHost, configure_vllm_kwargs
-
 from weightsync.config import load_refit_config
+from weightsync.rollout.vllm.host import VllmEngineHost
 
 from .config import DemoConfig
 from .task import Completion
@@ -27,30 +26,29 @@ class RolloutWorker(VllmEngineHost):
     """
 
     def __init__(self, checkpoint: Path, config: DemoConfig, stop_token_ids: list[int]) -> None:
-        from vllm import LLM
-
-        self._config = config
+        self._max_new_tokens = config.grpo.max_new_tokens
         self._stop_token_ids = stop_token_ids
-        kwargs = configure_vllm_kwargs(
-            load_refit_config(config.refit_source), _vllm_kwargs(checkpoint, config)
+        super().__init__(
+            _vllm_kwargs(checkpoint, config), refit_config=load_refit_config(config.refit_source)
         )
-        self._llm = LLM(**kwargs)
-        super().__init__(self._llm)
 
     def ready(self) -> None:
         """Answer once the engine has started: an actor's methods wait for its constructor."""
 
-    def generate(
+    def sample(
         self, prompts: list[list[int]], *, samples: int, greedy: bool = False
     ) -> list[list[Completion]]:
-        """Sample ``samples`` completions for each prompt, at temperature 1 or greedily."""
+        """Sample ``samples`` completions for each prompt, at temperature 1 or greedily.
+
+        Raises:
+            WorkerFencedError: the engine holds partly written weights after a failed refit.
+        """
         from vllm import SamplingParams
 
-        settings = self._config.grpo
         sampling = SamplingParams(
             n=samples,
             temperature=0.0 if greedy else 1.0,
-            max_tokens=settings.max_new_tokens,
+            max_tokens=self._max_new_tokens,
             stop_token_ids=self._stop_token_ids,
             # The log-probability of the sampled token itself, and of no other.
             logprobs=0,
@@ -58,7 +56,7 @@ class RolloutWorker(VllmEngineHost):
             detokenize=False,
         )
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = self._llm.generate(requests, sampling, use_tqdm=False)
+        outputs = self.generate(requests, sampling, use_tqdm=False)
         return [[_completion(each) for each in output.outputs] for output in outputs]
 
 
@@ -70,7 +68,7 @@ def _vllm_kwargs(checkpoint: Path, config: DemoConfig) -> dict[str, Any]:
         "seed": config.seed,
         "enforce_eager": True,
         "skip_tokenizer_init": True,
-        "enable_prefix_caching": False,
+        "use_tqdm_on_load": False,
         **config.vllm_kwargs,
     }
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from weightsync.errors import DeadlineError, WeightSyncError
+
 from .config import DemoConfig
 from .grpo import LogprobGap, Sample
 from .policy_worker import PolicyWorker, TrainFigures
@@ -32,13 +34,24 @@ class Workers:
         self.get([*joined, self.rollout.ready.remote()], _STARTUP_S)
 
     def get(self, refs: Any, timeout_s: float = _CALL_S) -> Any:
-        """Wait for one result or a list of them; the first failure of a list is raised at once."""
-        return self._ray.get(refs, timeout=timeout_s)
+        """Wait for one result or a list of them; the first failure of a list is raised at once.
+
+        Raises:
+            DeadlineError: a worker did not answer in time.
+            WeightSyncError: a worker died or its call failed; Ray's error, with the traceback, is the cause.
+        """
+        try:
+            return self._ray.get(refs, timeout=timeout_s)
+        except self._ray.exceptions.GetTimeoutError as error:
+            raise DeadlineError(f"a worker did not answer within {timeout_s:g} s") from error
+        except self._ray.exceptions.RayError as error:
+            last = str(error).strip().splitlines()[-1]
+            raise WeightSyncError(f"a worker of the run failed: {last} (--debug shows where)") from error
 
     def generate(self, prompts: list[Prompt], **sampling: Any) -> list[list[Completion]]:
         """Return each prompt's completions."""
         groups: list[list[Completion]] = self.get(
-            self.rollout.generate.remote([prompt.token_ids for prompt in prompts], **sampling)
+            self.rollout.sample.remote([prompt.token_ids for prompt in prompts], **sampling)
         )
         return groups
 
