@@ -270,11 +270,16 @@ def _difference(got, expected):
     )
 
 
-class NixlSettings:
-    transport = "nixl"
-
-    def engine_kwargs(self):
-        return {"backend_name": "UCX", "backend_init_params": {}}
+CONFIG = {
+    "policy": {
+        "generation": {
+            "backend": "vllm",
+            "colocated": {"enabled": False},
+            "refit_transport": "nixl",
+            "refit_cfg": {"nixl": {"device": "cpu"}},
+        }
+    }
+}
 
 
 def group_async(root):
@@ -283,6 +288,7 @@ def group_async(root):
 
 
 async def _async(root):
+    from weightsync.config import load_refit_config
     from weightsync.rollout.vllm.async_host import AsyncVllmEngineHost
 
     old, new = checkpoint(root, "qwen3", 1), checkpoint(root, "qwen3", 2)
@@ -293,7 +299,7 @@ async def _async(root):
         "max_model_len": 512,
         "enable_prefix_caching": True,
     }
-    host = AsyncVllmEngineHost(kwargs, refit_config=NixlSettings(), rpc_timeout_s=60)
+    host = AsyncVllmEngineHost(kwargs, refit_config=load_refit_config(CONFIG), rpc_timeout_s=60)
     seen = {"before": await _ask(host, "r0")}
     await _connect_async(host, new, drop=["model.norm.weight"])
     seen["dropped"] = failures(await _update_async(host, 1))
