@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import io
 import json
 import math
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +16,10 @@ import pytest
 import torch
 from rich.console import Console
 
+import weightsync
 from examples.grpo import grpo, model, report, task, verdict
 from examples.grpo.config import CheckSettings, load_config
+from weightsync.cli import demo
 from weightsync.config import load_refit_config
 from weightsync.errors import ConfigurationError, MissingDependencyError
 
@@ -354,7 +358,58 @@ def test_plot_writes_a_png_even_for_a_difference_of_zero(tmp_path):
     assert len(data) > 10_000
 
 
-def test_every_module_of_the_example_can_be_imported_under_its_package_name():
-    assert importlib.import_module("examples.grpo.cluster")._python_path().split(":")[0] == str(
-        EXAMPLES.parent.parent
+# Finding and starting it.
+
+
+def test_actors_find_the_package_under_the_name_it_has_here():
+    cluster = importlib.import_module("examples.grpo.cluster")
+    assert cluster._python_path().split(":")[0] == str(EXAMPLES.parent.parent)
+
+
+def test_a_bare_name_means_a_file_of_the_example(tmp_path, monkeypatch):
+    run = importlib.import_module("examples.grpo.run")
+    monkeypatch.chdir(tmp_path)
+    assert run._find(Path("tiny-qwen3.yaml")) == EXAMPLES / "tiny-qwen3.yaml"
+    assert run._find(Path("other/tiny-qwen3.yaml")) == Path("other/tiny-qwen3.yaml")
+    Path("tiny-qwen3.yaml").write_text("own: file")
+    assert run._find(Path("tiny-qwen3.yaml")) == Path("tiny-qwen3.yaml")
+
+
+def test_samples_are_dealt_in_equal_numbers():
+    workers = importlib.import_module("examples.grpo.workers")
+    samples = [sample([n], [n], [0.0]) for n in range(5)]
+    hands = workers.deal(samples, 3)
+    assert [[each.prompt_ids[0] for each in hand] for hand in hands] == [[0, 3], [1, 4], [2, 0]]
+
+
+def test_command_names_everything_that_is_missing(monkeypatch):
+    found = importlib.util.find_spec
+    absent = {"ray", "nixl", "transformers"}
+    monkeypatch.setattr(
+        demo.importlib.util, "find_spec", lambda name: None if name in absent else found(name)
     )
+    with pytest.raises(MissingDependencyError) as caught:
+        demo.require_packages()
+    assert "ray, nixl, transformers: pip install 'weightsync[ray,nixl,demo]'" in str(caught.value)
+
+
+def test_command_finds_the_example_of_a_checkout():
+    assert demo.load_example().HERE == EXAMPLES
+
+
+def test_command_finds_the_example_of_a_wheel(tmp_path, monkeypatch):
+    """As in an installed wheel: no checkout around the package, the example within it."""
+    shutil.copytree(EXAMPLES, tmp_path / "_examples" / "grpo")
+    monkeypatch.setattr(demo, "_CHECKOUT", tmp_path)
+    monkeypatch.setattr(weightsync, "__path__", [*weightsync.__path__, str(tmp_path)])
+    run = demo.load_example()
+    assert run.__name__ == "weightsync._examples.grpo.run"
+    assert tmp_path / "_examples" / "grpo" == run.HERE
+    assert run.DEFAULT_CONFIG.is_file()
+
+
+def test_command_without_any_example(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "_CHECKOUT", tmp_path)
+    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match="examples/grpo"):
+        demo.load_example()

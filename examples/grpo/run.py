@@ -52,7 +52,7 @@ def run(options: Options) -> int:
     """
     began = time.monotonic()
     console = Console()
-    config = load_config(options.config, steps=options.steps, seed=options.seed)
+    config = load_config(_find(options.config), steps=options.steps, seed=options.seed)
     load_refit_config(config.refit_source)  # a wrong setting must not wait until all workers are up
     checkpoint = prepare_checkpoint(config.policy.model, default_cache(), console.print)
     task = make_task(config.grpo.task, checkpoint)
@@ -73,6 +73,12 @@ def run(options: Options) -> int:
             _run_steps(loop, config.grpo.steps, result, console, options.output)
     result.wall_seconds = time.monotonic() - began
     return _conclude(console, config, options.output, result)
+
+
+def _find(config: Path) -> Path:
+    """Take a bare file name that is not in the working directory as one of the files beside this module."""
+    beside = HERE / config
+    return beside if not config.exists() and len(config.parts) == 1 and beside.is_file() else config
 
 
 @contextmanager

@@ -26,7 +26,11 @@ _NEEDED = {
 def demo(
     config: Annotated[
         Path | None,
-        typer.Option(help="The run's YAML file. Default: smollm2.yaml of the example.", show_default=False),
+        typer.Option(
+            help="The run's YAML file, or the name of one of the example's own: smollm2.yaml (the default), "
+            "tiny-qwen3.yaml.",
+            show_default=False,
+        ),
     ] = None,
     steps: Annotated[
         int | None, typer.Option(min=3, help="Number of steps, instead of the file's.", show_default=False)
