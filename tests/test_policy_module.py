@@ -1,7 +1,6 @@
 """Weight streams of plain modules: names, ties, buffers, experts, sizes, memory."""
 
 import copy
-import gc
 import weakref
 from types import SimpleNamespace
 
@@ -11,6 +10,7 @@ from torch import nn
 
 from weightsync.errors import ConfigurationError, ManifestError
 from weightsync.policy import DtypePolicy, module_weights, weight_stream_from
+from weightsync.policy.plan import plan_stream
 from weightsync.testing.tiny_models import make_tiny_model
 
 
@@ -208,16 +208,23 @@ def test_parameter_removed_after_the_manifest():
 
 
 def test_nothing_earlier_is_held_when_the_next_is_made():
-    model = fused_experts(torch.randn(3, 4, 2), torch.randn(3, 2, 2))
-    stream = module_weights(model, dtype_policy=DtypePolicy("bf16"), split_experts=True)
+    model = nn.Sequential(fused_experts(torch.randn(3, 4, 2), torch.randn(3, 2, 2)), nn.Linear(2, 2))
     earlier: list[weakref.ref] = []
+
+    def gather(tensor: torch.Tensor) -> torch.Tensor:
+        assert all(ref() is None for ref in earlier)
+        full = tensor.detach().clone()
+        earlier.append(weakref.ref(full))
+        return full
+
+    options = {"dtype_policy": DtypePolicy("bf16"), "split_experts": True}
+    stream = plan_stream(model, gather, options)
     for _ in range(len(stream.manifest)):
         _, tensor = next(stream)
-        assert all(ref() is None for ref in earlier)
         earlier.append(weakref.ref(tensor))
         del tensor
+    assert len(earlier) == 4 + 9 + 2
     assert next(stream, None) is None
-    gc.collect()
     assert all(ref() is None for ref in earlier)
 
 
