@@ -525,6 +525,49 @@ def test_first_hand_errors_come_before_what_peers_say_about_them():
     assert (error.context.side, error.context.rank) == ("rollout", 0)
 
 
+def test_a_rank_that_cannot_say_what_it_serves_is_suspected():
+    job = Job()
+    job.hosts[0].script[UPDATE] = job.hosts[0].script["refit_status"] = raising(OSError("engine core died"))
+    error = job.fail()
+    assert "rollout rank 0 unknown (no answer)" in str(error)
+    assert "call sync_weights again; if rollout rank 0 cannot answer then either, replace it" in str(error)
+
+
+class Watcher:
+    def __init__(self):
+        self.seen = []
+
+    def begin(self, title):
+        self.seen.append(title)
+
+    def update(self, phase, heard, awaited):
+        if self.seen[-1] != phase:
+            self.seen.append(phase)
+
+    def end(self):
+        self.seen.append("end")
+
+
+def test_progress_follows_every_phase_and_ends_also_after_a_failure():
+    watcher = Watcher()
+    workers, hosts = [ScriptedPolicyWorker(0)], [ScriptedEngineHost()]
+    synchronizer = CheckpointEngineWeightSynchronizer(
+        LocalPolicyGroup(workers), LocalRolloutGroup(hosts), configuration(), progress=watcher
+    )
+    synchronizer.init_communicator()
+    assert watcher.seen == [
+        "init_communicator", "capacity", "init", "prepare", "connect", "status", "end",
+    ]  # fmt: skip
+    watcher.seen.clear()
+    hosts[0].script["commit_refit"] = raising(ValueError("no"))
+    with pytest.raises(RefitError):
+        synchronizer.sync_weights(5)
+    assert watcher.seen == [
+        "refit 1 to version 5", "pause", "release", "open", "transfer", "commit",
+        "fence", "status", "reset", "resume", "end",
+    ]  # fmt: skip
+
+
 def test_every_failed_rank_is_listed_once_and_long_lists_are_cut():
     job = Job(sizes=(8,), policy_world=8)
     job.hosts[0].script[UPDATE] = raising(ValueError("x" * 500))

@@ -105,7 +105,7 @@ def refit_error(
         f"{first.record.kind}: {first.record.message}",
         _others(ordered[1:]),
         _serving_text(serving or {}),
-        _advice(lost, busy, remedy),
+        _advice(lost, busy, _unreached(serving or {}), remedy),
     ]
     where = first.record.context
     error = RefitError(
@@ -150,7 +150,11 @@ def _serving_text(serving: Mapping[int, Serving]) -> str:
     return f"Now: {text}" if text else ""
 
 
-def _advice(lost: Sequence[RankId], busy: Sequence[RankId], remedy: str) -> str:
+def _unreached(serving: Mapping[int, Serving]) -> list[RankId]:
+    return [RankId("rollout", rank) for rank, state in sorted(serving.items()) if not state.reached]
+
+
+def _advice(lost: Sequence[RankId], busy: Sequence[RankId], unreached: Sequence[RankId], remedy: str) -> str:
     if lost:
         return (
             f"What to do: replace {list_ranks(lost)} (the worker is dead), then shut this synchronizer down "
@@ -161,4 +165,6 @@ def _advice(lost: Sequence[RankId], busy: Sequence[RankId], remedy: str) -> str:
             f"What to do: restart or replace {list_ranks(busy)} (has not answered); "
             f"if it answers after all, {remedy}"
         )
+    if unreached:
+        return f"What to do: {remedy}; if {list_ranks(unreached)} cannot answer then either, replace it"
     return f"What to do: {remedy}"

@@ -113,7 +113,7 @@ class CheckpointEngineWeightSynchronizer:
             ConfigurationError: no bucket fits into the smallest worker.
             RefitError: a worker failed; the engines made so far are closed again.
         """
-        with self._exclusive("init_communicator"):
+        with self._exclusive("init_communicator"), self._shown("init_communicator"):
             if self._state == "ready":
                 raise LifecycleError("init_communicator: already connected; call shutdown() first")
             self._require_workers("init_communicator")
@@ -164,7 +164,7 @@ class CheckpointEngineWeightSynchronizer:
         Raises:
             LifecycleError: that refit did not end within its ``total_s``.
         """
-        with self._exclusive("shutdown", wait_s=self._settings.total_s):
+        with self._exclusive("shutdown", wait_s=self._settings.total_s), self._shown("shutdown"):
             if self._state == "ready":
                 self._disconnect()
             self._state = "closed"
@@ -204,7 +204,8 @@ class CheckpointEngineWeightSynchronizer:
         )
         refit = Refit(self._crew, self._settings, plan)
         try:
-            report = refit.run()
+            with self._shown(str(plan)):
+                report = refit.run()
             self._synced = changes
         finally:
             self._learn_from(refit, version)
@@ -269,11 +270,17 @@ class CheckpointEngineWeightSynchronizer:
         if not self._lock.acquire(timeout=wait_s):
             raise LifecycleError(f"{what}: another call of this synchronizer is running")
         try:
-            self._progress.begin(what)
+            yield
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def _shown(self, title: str) -> Iterator[None]:
+        self._progress.begin(title)
+        try:
             yield
         finally:
             self._progress.end()
-            self._lock.release()
 
 
 def _listener(progress: ProgressListener | bool) -> ProgressListener:
