@@ -17,7 +17,7 @@ STAMP := .venv/setup-$(shell cat pyproject.toml constraints.txt | sha256sum | cu
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##  */\1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
-setup: $(STAMP)  ## make .venv with everything pinned by constraints.txt (about 4 minutes, 3.5 GB, once)
+setup: $(STAMP)  ## make .venv with everything pinned by constraints.txt (a few minutes, 4 GB, once)
 
 $(STAMP):
 	@test -n "$(PYTHON)" || { echo "weightsync's pinned set of packages needs Python 3.11: install it, or run" \
@@ -40,10 +40,10 @@ $(STAMP):
 	rm -f .venv/setup-*.done
 	touch $@
 
-demo: setup  ## GRPO on a real SmolLM2-135M: FSDP2 workers refit vLLM over NIXL (about 10 minutes on 2 cores)
+demo: setup  ## GRPO on a real SmolLM2-135M: FSDP2 workers refit vLLM over NIXL (about 5 minutes on 2 cores)
 	$(BIN)/weightsync demo
 
-demo-tiny: setup  ## the same on a tiny random model, in under two minutes
+demo-tiny: setup  ## the same on a tiny random model, in about a minute
 	$(BIN)/weightsync demo --config examples/grpo/tiny-qwen3.yaml
 
 test: setup  ## the whole suite
