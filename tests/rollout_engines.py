@@ -99,8 +99,8 @@ class RecordingEngine(CheckpointEngine):
 class FileEngine(RecordingEngine):
     """Sends the ``model.safetensors`` of the directory ``source``, in an order shuffled by ``seed``.
 
-    ``drop`` names tensors left out, ``rename`` and ``transpose`` spoil some, ``dtype`` casts all, and
-    ``fail_after`` raises at that batch.
+    ``drop`` names tensors left out, ``rename`` and ``transpose`` spoil some, ``dtype`` casts all,
+    ``fuse_experts`` sends experts as 3-D tensors, and ``fail_after`` raises at that batch.
     """
 
     def __init__(
@@ -113,9 +113,11 @@ class FileEngine(RecordingEngine):
         rename: dict[str, str] | None = None,
         transpose: list[str] = (),
         dtype: str = "",
+        fuse_experts: bool = False,
         fail_after: int | None = None,
     ) -> None:
         super().__init__(bucket_size, announce)
+        self.fuse_experts = fuse_experts
         self.source, self.seed, self.drop = Path(source), seed, tuple(drop)
         self.rename, self.transpose = dict(rename or {}), tuple(transpose)
         self.dtype = dtype
@@ -130,5 +132,22 @@ class FileEngine(RecordingEngine):
 
         state = load_file(self.source / "model.safetensors")
         items = [(self.rename.get(n, n), self.spoilt(n, t)) for n, t in state.items() if n not in self.drop]
+        items = fused_experts(items) if self.fuse_experts else items
         random.Random(self.seed).shuffle(items)
         return items
+
+
+def fused_experts(items):
+    """Turn per-expert names into the fused ones that transformers has in memory."""
+    state = dict(items)
+    blocks = sorted({name.split(".experts.")[0] for name in state if ".experts." in name})
+    for block in blocks:
+        count = len([n for n in state if n.startswith(f"{block}.experts.")]) // 3
+        parts = {
+            part: [state.pop(f"{block}.experts.{e}.{part}.weight") for e in range(count)]
+            for part in ("gate_proj", "up_proj", "down_proj")
+        }
+        pairs = zip(parts["gate_proj"], parts["up_proj"], strict=True)
+        state[f"{block}.experts.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
+        state[f"{block}.experts.down_proj"] = torch.stack(parts["down_proj"])
+    return list(state.items())

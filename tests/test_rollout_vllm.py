@@ -72,13 +72,21 @@ def test_three_refits_equal_fresh_engines(equal, kind, tensors):
     assert seen["refits"][0]["batches"] > 10
     assert seen["refits"][0]["detached_bytes"] > 0
     assert seen["refits"][2]["batches"] == 1
-    assert seen["published"] == "3"
-    assert seen["status"] == {"version": 3, "dirty": False, "fenced": None}
+    version = 4 if kind == "qwen3moe" else 3
+    assert seen["published"] == str(version)
+    assert seen["status"] == {"version": version, "dirty": False, "fenced": None}
+
+
+def test_experts_may_come_fused(equal):
+    seen = equal[0]["qwen3moe"]["fused"]
+    assert seen["equal"]
+    assert seen["tensors"] == 45 - 24 + 4
+    assert [error["tensor"] for error in seen["refused"]] == ["model.norm.weight"]
 
 
 def test_a_line_for_each_update(equal):
     lines = [line for line in equal[1].splitlines() if line.startswith("[vLLM refit] Loaded ")]
-    assert len(lines) == 9
+    assert len(lines) == 10
     assert "Loaded 25 tensors in 1 batches via checkpoint engine; bytes=853504 total=" in lines[2]
 
 
@@ -152,7 +160,7 @@ def test_async_engine(checkpoints):
     kept = seen["kept"]
     assert kept["unfinished_at_pause"]
     assert kept["waited"]
-    assert kept["tokens"] == 300
+    assert kept["tokens"] == 400
     assert kept["figures"]["tensors"] == 25
     assert kept["queued"] == seen["after"] == seen["after_fence"]
     assert seen["after"] != seen["before"]
@@ -162,3 +170,15 @@ def test_async_engine(checkpoints):
     assert seen["fenced"]["refused"] == [True, True]
     for errors in (seen["lost"]["first"], seen["lost"]["again"]):
         assert [(error["kind"], error["rank"]) for error in errors] == [("PeerLostError", 3)]
+        assert "its process died during refit_status" in errors[0]["message"]
+
+
+def test_a_stalled_engine_is_given_up_in_time(checkpoints):
+    seen, _ = run_group("stalled", checkpoints, in_process=False)
+    assert seen["figures"]["tensors"] == 21
+    assert seen["changed"]
+    assert 3 <= seen["waited"] < 6
+    [lost] = seen["lost"]
+    assert (lost["kind"], lost["rank"]) == ("PeerLostError", 0)
+    assert "did not answer to refit_status in 3 s" in lost["message"]
+    assert [error["kind"] for error in seen["again"]] == ["PeerLostError"]

@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 ENGINE = "tests.rollout_engines:FileEngine"
@@ -142,10 +143,18 @@ def _three_refits(root, kind):
         got = answer(host)
         wrong = [other for other in (1, 2, 3) if other != seed and got == expected[other]]
         seen.append({"equal": got == expected[seed], "equals_another": wrong, **figures})
+    fused = _fused_experts(host, paths[2], expected[2]) if kind == "qwen3moe" else None
     published = host.llm.get_weight_version()
     status = values(host.checkpoint_engine_rpc("refit_status"))[0]
     close(host)
-    return {"refits": seen, "published": published, "status": status}
+    return {"refits": seen, "published": published, "status": status, "fused": fused}
+
+
+def _fused_experts(host, source, expected):
+    connect(host, source, fuse_experts=True, drop=["model.norm.weight"])
+    refused = failures(update(host, 4))
+    figures = refit(host, source, 4, fuse_experts=True)[0]
+    return {"equal": answer(host) == expected, "tensors": figures["tensors"], "refused": refused}
 
 
 def group_faults(root):
@@ -315,10 +324,11 @@ async def _async(root):
     return seen
 
 
-async def _ask(host, request_id, tokens=8):
+async def _ask(host, request_id, tokens=8, under_way=None):
     output = None
     async for output in host.generate({"prompt_token_ids": PROMPTS[0]}, sampling(tokens), request_id):
-        pass
+        if under_way is not None and len(output.outputs[0].token_ids) >= 10:
+            under_way.set()
     return tokens_of(output)
 
 
@@ -340,8 +350,9 @@ async def _update_async(host, version):
 
 
 async def _refit_with_request_in_flight(host, new):
-    running = asyncio.create_task(_ask(host, "long", tokens=300))
-    await asyncio.sleep(0.5)
+    under_way = asyncio.Event()
+    running = asyncio.create_task(_ask(host, "long", tokens=400, under_way=under_way))
+    await asyncio.wait_for(under_way.wait(), 30)
     values(await host.refit_control("pause", {"in_flight": "keep"}))
     unfinished = not running.done()
     await _connect_async(host, new)
@@ -393,7 +404,31 @@ async def _lost(host):
     return {"first": failures(outcomes), "again": failures(again)}
 
 
-GROUPS = {"equal": group_equal, "faults": group_faults, "tp2": group_tp2, "async": group_async}
+def group_stalled(root):
+    """A synchronous engine in processes of its own, refitted, then stopped: the host gives up in time."""
+    old, new = checkpoint(root, "llama", 1), checkpoint(root, "llama", 2)
+    host = make_host(old)
+    before = answer(host)
+    figures = refit(host, new, 1)[0]
+    changed = answer(host) != before
+    host._timeout_s = 3
+    core = host.llm.llm_engine.engine_core.resources.engine_manager.processes[0].pid
+    os.kill(core, signal.SIGSTOP)
+    started = time.monotonic()
+    lost = failures(host.checkpoint_engine_rpc("refit_status"))
+    waited = time.monotonic() - started
+    again = failures([host.refit_control("resume")])
+    os.kill(core, signal.SIGKILL)
+    return {"figures": figures, "changed": changed, "lost": lost, "waited": waited, "again": again}
+
+
+GROUPS = {
+    "stalled": group_stalled,
+    "equal": group_equal,
+    "faults": group_faults,
+    "tp2": group_tp2,
+    "async": group_async,
+}
 
 if __name__ == "__main__":
     result = GROUPS[sys.argv[1]](sys.argv[2])

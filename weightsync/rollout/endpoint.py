@@ -72,14 +72,14 @@ class RolloutEndpoint:
         self, backend: str, bucket_size_bytes: int, engine_kwargs: dict[str, Any] | None = None
     ) -> None:
         """Make the checkpoint engine; an earlier one is closed. What is served stays as it is."""
+        self.close_checkpoint_engine()
+        loader = self._receiver.loader if self._receiver else self._make_loader()
         engine = create_checkpoint_engine(
             backend, bucket_size_bytes=bucket_size_bytes, engine_kwargs=engine_kwargs
         )
         if self._receiver is None:
-            self._receiver = RefitReceiver(engine, self._make_loader(), rank=self.rank)
-        else:
-            self.close_checkpoint_engine()
-            self._receiver.engine = engine
+            self._receiver = RefitReceiver(engine, loader, rank=self.rank)
+        self._receiver.engine = engine
         self._engine_ready, self._connected, self._opened = True, False, None
 
     def prepare_checkpoint_engine(self) -> Any:

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any
 
-from weightsync.errors import ConfigurationError, DeadlineError, ErrorRecord
+from weightsync.errors import ConfigurationError, ErrorRecord
 from weightsync.outcomes import Outcome
 from weightsync.rollout.controls import control_method, require_in_flight_mode
 from weightsync.rollout.vllm.arguments import RefitSettings
@@ -165,14 +165,12 @@ class AsyncVllmEngineHost:
             self._state.require_serving()
         task = asyncio.ensure_future(call)
         deadline = time.monotonic() + self._timeout_s
-        while time.monotonic() < deadline and not (self.engine.errored and not task.done()):
+        while time.monotonic() < deadline and not self.engine.errored:
             done, _ = await asyncio.wait({task}, timeout=_LIVENESS_S)
             if done:
                 return task.result()
         task.cancel()
-        reason = f"it did not answer to {phase}"
-        self._state.lose(reason)
-        raise DeadlineError(reason, side="rollout", rank=self._state.rank_prefix, phase=phase)
+        raise self._state.gave_up(phase, None if self.engine.errored else self._timeout_s)
 
 
 def _make_engine(vllm_kwargs: dict[str, Any]) -> Any:

