@@ -10,7 +10,7 @@ from dataclasses import replace
 import zmq
 
 from weightsync.control import ControlHub, Deadlines
-from weightsync.control.messages import Header, encode_header, encode_message
+from weightsync.control.frames import Header, encode_header, encode_message
 
 FAST = Deadlines(connect_s=8, stall_s=8, total_s=60, silence_s=2, heartbeat_s=0.2)
 
@@ -79,8 +79,11 @@ class RawClient:
         self.socket.rcvtimeo = self.socket.sndtimeo = 5000
         self.socket.curve_serverkey = card["public_key"].encode()
         self.socket.curve_publickey, self.socket.curve_secretkey = self.public, self.secret
-        self.socket.connect(card["address"])
         self.name = name
+        self.dial()
+
+    def dial(self):
+        self.socket.connect(self.target["address"])
 
     def card(self):
         return {

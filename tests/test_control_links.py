@@ -112,9 +112,9 @@ def test_another_protocol_version_is_refused_on_both_sides_at_once(first):
         errors = dict(
             zip(["server", "client"] if first == "server" else ["client", "server"], [waiting, other])
         )
-        with pytest.raises(ProtocolError, match="speaks version 2 .* this side version 1"):
+        with pytest.raises(ProtocolError, match=r"speaks version 2 .* this side version 1"):
             errors["server"].result(3)
-        with pytest.raises(ProtocolError, match="speaks version 1 .* this side version 2"):
+        with pytest.raises(ProtocolError, match=r"speaks version 1 .* this side version 2"):
             errors["client"].result(3)
         assert time.monotonic() - started < 2
         b.protocol = 1
@@ -187,6 +187,27 @@ def test_any_tensor_name_travels(name):
         assert client.receive(Bucket, phase="x") == bucket
 
 
+def test_a_host_that_does_not_resolve_is_a_deadline():
+    with hubs() as (a, b):
+        link = b.connect({**a.card(), "address": "tcp://no-such-host.invalid:5000"})
+        with pytest.raises(DeadlineError, match=r"nothing was heard of it \(tcp://no-such-host"):
+            link.begin(epoch=1, connect_s=0.3)
+        assert b.counters["internal"] == 0
+
+
+@pytest.mark.parametrize("name", ["", "x" * 201, "\udcff", None])
+def test_a_name_must_be_sendable(name):
+    with pytest.raises(ConfigurationError, match="1 to 200 characters"):
+        ControlHub(name, bind_host="127.0.0.1")
+
+
+def test_any_progress_text_travels():
+    with open_pair() as (server, client):
+        client.progress = "loading \udcff\0" + "x" * 1000
+        wait_until(lambda: "loading \\\\udcff" in server.last_heard)
+        assert client._host.counters["internal"] == 0
+
+
 def test_threads_may_send_on_one_link():
     with open_pair() as (server, client):
         threads = [
@@ -230,9 +251,13 @@ def test_heartbeats_keep_a_peer_alive_but_are_no_progress():
 
 
 def test_the_whole_refit_has_a_deadline():
-    with open_pair(deadlines=Deadlines(total_s=0.5, stall_s=10)) as (server, _):
-        with pytest.raises(DeadlineError, match=r"the refit has taken 0\.5 s"):
+    limit = Deadlines(total_s=0.5, stall_s=10)
+    with open_pair(deadlines=limit) as (server, client):
+        with pytest.raises(DeadlineError) as caught:
             server.receive(phase="load")
+        with pytest.raises(DeadlineError):
+            client.check()
+    assert "the refit may take 0.5 s; waiting for any message from rollout 0" in str(caught.value)
 
 
 def failing():
@@ -391,6 +416,12 @@ def test_a_large_payload_arrives_whole():
     with open_pair() as (server, client):
         server.send(Bucket(0, 0, len(data), (), data))
         assert client.receive(Bucket, phase="load").payload == data
+
+
+def test_hubs_on_the_default_interface_meet():
+    with open_pair(host=None) as (server, client):
+        server.send(Release(1))
+        assert client.receive(Release, phase="x") == Release(1)
 
 
 def test_ipv6_loopback():

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightsync.control import (
+    PROTOCOL_VERSION,
     Abort,
     Bucket,
     Bye,
@@ -21,8 +22,7 @@ from weightsync.control import (
     Release,
     Welcome,
 )
-from weightsync.control.messages import (
-    PROTOCOL_VERSION,
+from weightsync.control.frames import (
     Header,
     MalformedFrameError,
     decode_frame,

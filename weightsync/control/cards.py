@@ -11,7 +11,21 @@ import zmq.utils.z85
 from weightsync.control.addresses import Endpoint
 from weightsync.errors import ConfigurationError
 
+MAX_NAME_CHARS = 200
 _FIELDS = ("name", "address", "public_key", "session")
+
+
+def require_name(name: object) -> None:
+    """Check a worker's name.
+
+    Raises:
+        ConfigurationError: it is not 1 to 200 characters of valid unicode.
+    """
+    plain = isinstance(name, str) and 0 < len(name) <= MAX_NAME_CHARS
+    if not plain or any("\ud800" <= c <= "\udfff" for c in str(name)):
+        raise ConfigurationError(
+            f"a worker's name must have 1 to {MAX_NAME_CHARS} characters, got {name!r:.300}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +49,7 @@ class Card:
                 f"a peer's card must hold the strings {', '.join(_FIELDS)}; got {data!r:.300}"
             )
         card = cls(**{name: data[name] for name in _FIELDS})
+        require_name(card.name)
         Endpoint.parse(card.address)
         card._require_key()
         if not re.fullmatch(r"[0-9a-f]{8,64}", card.session):

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from functools import partial
 
 from weightsync.control.cards import Card
-from weightsync.control.link import Link, LinkHost
-from weightsync.control.messages import Bye, Header, Hello, Message, Ready, Welcome
+from weightsync.control.core import LinkHost
+from weightsync.control.frames import Header
+from weightsync.control.link import Link
+from weightsync.control.messages import Bye, Hello, Message, Ready, Welcome
 from weightsync.control.refit import Attempt, Refit
 from weightsync.control.wires import ClientWire
 from weightsync.errors import ProtocolError, WeightSyncError
@@ -27,9 +29,12 @@ class ClientLink(Link):
         *,
         dial: Callable[[ClientLink], ClientWire],
         hang_up: Callable[[ClientWire], None],
+        ipv6: bool,
     ) -> None:
         super().__init__(host, card, card.session)
         self._dial, self._hang_up = dial, hang_up
+        self.ipv6 = ipv6
+        """Asked of the resolver once, in the caller's thread: the I/O thread must not wait for it."""
         self._wire: ClientWire | None = None
 
     def on_events(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
 import time
@@ -19,16 +20,21 @@ from weightsync.control.addresses import (
     choose_hosts,
     require_reachable,
     require_reachable_from,
+    uses_ipv6,
 )
-from weightsync.control.cards import Card
+from weightsync.control.cards import Card, require_name
 from weightsync.control.client import ClientLink
+from weightsync.control.core import LinkCore
 from weightsync.control.deadlines import Deadlines
+from weightsync.control.frames import Frame, MalformedFrameError, decode_frame
 from weightsync.control.link import Link
 from weightsync.control.loop import IoLoop
-from weightsync.control.messages import PROTOCOL_VERSION, Frame, MalformedFrameError, decode_frame
+from weightsync.control.messages import PROTOCOL_VERSION
 from weightsync.control.server import ServerLink
 from weightsync.control.wires import ClientWire, Gatekeeper, ServerSocket, ServerWire
 from weightsync.errors import ConfigurationError, LifecycleError
+
+_log = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 64 << 20
 _CLOSE_S = 1.8
@@ -57,6 +63,7 @@ class ControlHub:
         deadlines: Deadlines = Deadlines(),  # noqa: B008 - frozen
         max_frame_bytes: int = MAX_FRAME_BYTES,
     ) -> None:
+        require_name(name)
         bind, advertise = choose_hosts(bind_host, advertise_host)
         self.name = name
         self.deadlines = deadlines
@@ -90,6 +97,8 @@ class ControlHub:
     def accept(self, peer_card: dict[str, Any]) -> Link:
         """Return the server end of a link: from now on the peer of that card may dial in.
 
+        A peer that dials before is refused and counted as ``unauthenticated``; it tries again by itself.
+
         Raises:
             ConfigurationError: the card is malformed, or this hub advertises a loopback address to a peer
                 on another host.
@@ -118,7 +127,9 @@ class ControlHub:
         if card.public_key == self._card.public_key:
             raise ConfigurationError("a hub cannot connect to itself", peer=card.name)
         require_reachable(self._card.endpoint, card.endpoint, card.name)
-        link = ClientLink(self, card, dial=self._dial, hang_up=self._hang_up)
+        link = ClientLink(
+            self, card, dial=self._dial, hang_up=self._hang_up, ipv6=uses_ipv6(card.endpoint.host)
+        )
         with self._lock:
             self._require_open()
             self._links.append(link)
@@ -130,7 +141,8 @@ class ControlHub:
 
         ``malformed``, ``oversize``, ``replayed``, ``late`` (of the refit just ended), ``stale`` (of an
         earlier handshake), ``foreign_epoch``, ``foreign_token``, ``foreign_session``, ``unauthenticated``,
-        ``unexpected``, and ``internal`` (errors in this package). Missing reasons read as 0.
+        ``broken_handshake`` (connections that closed before they said who they are), ``unexpected``, and
+        ``internal`` (errors in this package). Missing reasons read as 0.
         """
         with self._lock:
             return Counter(self._counts)
@@ -169,17 +181,17 @@ class ControlHub:
         """Run a job on the I/O thread; `False` when the hub is closed."""
         return self._loop.submit(job)
 
-    def forget(self, link: Link) -> None:
+    def forget(self, link: LinkCore) -> None:
         """Drop a closed link; while the hub itself closes, links stay until their farewell."""
         with self._lock:
             if self._closed:
                 return
-            self._links.remove(link)
+            self._links = [other for other in self._links if other is not link]
             if isinstance(link, ServerLink):
                 self._by_key.pop(link.key, None)
                 self._gate.allowed.discard(link.key)
         if isinstance(link, ClientLink):
-            link.release_wire()
+            self.submit(link.release_wire)
 
     # On the I/O thread.
 
@@ -198,7 +210,7 @@ class ControlHub:
 
     def _dial(self, link: ClientLink) -> ClientWire:
         card = link.card
-        wire = ClientWire(self._context, card.endpoint, card.public_key, self._keys, self.max_frame_bytes)
+        wire = ClientWire(self._context, card, self._keys, ipv6=link.ipv6, max_bytes=self.max_frame_bytes)
         self._loop.watch(wire.monitor, link.on_events)
         self._loop.watch(wire.socket, partial(self._on_client_frames, link, wire))
         return wire
@@ -213,6 +225,8 @@ class ControlHub:
         for event in self._server.events():
             if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                 self.count("unauthenticated")
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                self.count("broken_handshake")
             elif event == zmq.EVENT_DISCONNECTED:
                 for link in list(self._by_key.values()):
                     link.on_disconnect(now, certain=False)
@@ -241,8 +255,17 @@ class ControlHub:
             return None
 
     def _tick(self, now: float) -> float | None:
-        dues = [due for link in self._all_links() if (due := link.tick(now)) is not None]
+        dues = [due for link in self._all_links() if (due := self._tick_link(link, now)) is not None]
         return min(dues, default=None)
+
+    def _tick_link(self, link: Link, now: float) -> float | None:
+        try:
+            return link.tick(now)
+        except Exception:  # noqa: BLE001 - logged and counted
+            # The other links must go on; this one's waits end by their deadlines.
+            _log.exception("control channel: the clock of the link to %s failed", link.peer)
+            self.count("internal")
+            return now + 1.0
 
     def _forgive(self, seconds: float) -> None:
         for link in self._all_links():

@@ -6,30 +6,14 @@ ends of the handshake are in `client` and `server`.
 
 from __future__ import annotations
 
-import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
-from weightsync.control.cards import Card
-from weightsync.control.deadlines import Deadlines
-from weightsync.control.messages import (
-    MAX_PROGRESS_CHARS,
-    Abort,
-    Bye,
-    Frame,
-    Header,
-    Heartbeat,
-    Hello,
-    Message,
-    Ready,
-    Welcome,
-    encode_header,
-    encode_message,
-)
-from weightsync.control.refit import Attempt, MakeError, Refit
+from weightsync.control.core import LinkCore
+from weightsync.control.frames import encode_message
+from weightsync.control.messages import MAX_PROGRESS_CHARS, Abort, Bye, Heartbeat, Message, encodable_text
+from weightsync.control.refit import Attempt, Refit
 from weightsync.errors import (
     ConfigurationError,
     DeadlineError,
@@ -40,66 +24,17 @@ from weightsync.errors import (
     WeightSyncError,
 )
 
+ABORT_FLUSH_S = 1.0
+
 M = TypeVar("M", bound=Message)
 
-ABORT_FLUSH_S = 1.0
-CLOSED_GRACE_S = 0.05
-"""A peer's last words may still be on their way when its closed connection is noticed."""
-PROBE_S = 0.05
-MAX_QUEUED = 65_536
-_HANDSHAKE = (Hello, Welcome, Ready)
 
-
-class LinkHost(Protocol):
-    """What a link needs of its hub."""
-
-    name: str
-    deadlines: Deadlines
-    protocol: int
-    max_frame_bytes: int
-
-    def count(self, what: str) -> None:
-        """Count something dropped or refused."""
-
-    def submit(self, job: Callable[[], None]) -> bool:
-        """Run a job on the I/O thread."""
-
-    def forget(self, link: Link) -> None:
-        """The link is closed. On the I/O thread."""
-
-
-class Link(ABC):
+class Link(LinkCore):
     """One end of the channel to one peer. All methods block only within their deadlines; any thread may call.
 
     Made by `ControlHub.accept` and `ControlHub.connect`. A refit lasts from `begin` to `end` or `abort`;
     then `begin` may be called again.
     """
-
-    def __init__(self, host: LinkHost, card: Card, session: str) -> None:
-        self._host = host
-        self._card = card
-        self._session = session
-        self._cond = threading.Condition()
-        self._attempt: Attempt | None = None
-        self._refit: Refit | None = None
-        self._closed: str | None = None
-        self._peer_closed = False
-        self._last_epoch = 0
-        self._last_token = b""
-        self._last_heard = "nothing yet"
-        self._progress: str | None = None
-
-    # Calls of the worker.
-
-    @property
-    def peer(self) -> str:
-        """The peer's name."""
-        return self._card.name
-
-    @property
-    def card(self) -> Card:
-        """The peer's card."""
-        return self._card
 
     @property
     def last_heard(self) -> str:
@@ -114,7 +49,7 @@ class Link(ABC):
 
     @progress.setter
     def progress(self, text: str) -> None:
-        self._progress = text[:MAX_PROGRESS_CHARS]
+        self._progress = encodable_text(text[:MAX_PROGRESS_CHARS])
 
     def begin(
         self, *, epoch: int | None, version: int | None = None, connect_s: float | None = None
@@ -141,7 +76,7 @@ class Link(ABC):
         with self._cond:
             self._require_idle()
             self._attempt = attempt
-        self._submit(partial(self._start, attempt))
+        self._host.submit(partial(self._start, attempt))
         with self._cond:
             self._cond.wait_for(lambda: attempt.settled or self._closed is not None, seconds)
             if self._attempt is attempt:
@@ -170,7 +105,7 @@ class Link(ABC):
             if not isinstance(message, Heartbeat):
                 refit.doing = message.describe()
             # Queued under the lock, so that nothing sent after `end` overtakes it.
-            self._submit(partial(self._transmit, refit, body))
+            self._host.submit(partial(self._transmit, refit, body))
 
     def receive(self, *types: type[M], phase: str, timeout_s: float | None = None) -> M:
         """Wait for the next message.
@@ -198,7 +133,7 @@ class Link(ABC):
                     return cast(M, message)
                 now = time.monotonic()
                 if now >= min(stall, total):
-                    raise self._receive_deadline(refit, types, phase, now - started, now >= total)
+                    raise self._overdue_error(refit, types, phase, None if now >= total else now - started)
                 self._cond.wait(min(stall, total) - now)
 
     def poll(self) -> Message | None:
@@ -207,18 +142,25 @@ class Link(ABC):
             return self._next(self._require_open("poll"), (), "poll")
 
     def check(self) -> None:
-        """Raise if the peer aborted or was lost; return at once otherwise.
+        """Raise if the peer aborted or was lost, or the time is up; return at once otherwise.
+
+        A peer that has merely ended the refit is no error here: only a wait for more of it is.
 
         Raises:
             PeerAbortedError, PeerLostError: the refit has failed.
+            DeadlineError: the refit takes longer than `Deadlines.total_s`.
             LifecycleError: the link is closed.
         """
         with self._cond:
             self._require_not_closed()
-            if self._refit is not None:
-                self._raise_failure(self._refit, "check")
-                if self._refit.peer_closed and not self._refit.inbox:
-                    raise self._left_error(self._refit, (), "check")
+            refit = self._refit
+            if refit is None:
+                return
+            self._raise_failure(refit, "check")
+            if refit.peer_closed and not refit.inbox:
+                raise self._left_error(refit, (), "check")
+            if time.monotonic() >= refit.opened_at + self._host.deadlines.total_s:
+                raise self._overdue_error(refit, (), "check", None)
 
     def abort(self, error: BaseException) -> None:
         """Tell the peer that this side failed, and leave the refit. Best effort; returns within a second."""
@@ -231,7 +173,7 @@ class Link(ABC):
             told = refit.aborted or refit.ended is not None
             reachable = refit.failure is None
             self._cond.notify_all()
-            if not told and self._submit(partial(self._transmit, refit, body)) and reachable:
+            if not told and self._host.submit(partial(self._transmit, refit, body)) and reachable:
                 self._cond.wait_for(
                     lambda: refit.ended is not None or refit.failure is not None or self._closed is not None,
                     ABORT_FLUSH_S,
@@ -246,179 +188,14 @@ class Link(ABC):
         """Leave the refit and close the link. Idempotent; waits blocked in it raise `LifecycleError`."""
         self._end(Bye("closed the link", final=True))
         if self._shut(f"the link to {self.peer} was closed"):
-            self._submit(partial(self._host.forget, self))
-
-    # On the I/O thread.
-
-    @abstractmethod
-    def _start(self, attempt: Attempt) -> None:
-        """Take the first step of a handshake."""
-
-    @abstractmethod
-    def _attempt_tick(self, attempt: Attempt, now: float) -> float | None:
-        """Repeat a step of the handshake when it is due; returns when to come back."""
-
-    @abstractmethod
-    def _on_handshake(self, header: Header, message: Message, connection: bytes, now: float) -> None:
-        """Take in a `Hello`, `Welcome` or `Ready`. The lock is held."""
-
-    @abstractmethod
-    def _on_foreign_protocol(self, protocol: int, connection: bytes) -> None:
-        """Take in a frame of another protocol version. The lock is held."""
-
-    @abstractmethod
-    def farewell(self) -> None:
-        """Tell the peer that this hub closes for good."""
-
-    def on_frame(self, frame: Frame, connection: bytes, now: float) -> None:
-        """Take in one frame from the authenticated peer."""
-        with self._cond:
-            if self._closed is not None:
-                self._host.count("late")
-            elif frame.header is None or frame.message is None:
-                self._on_foreign_protocol(frame.protocol, connection)
-            elif frame.header.session != self._session:
-                self._host.count("foreign_session")
-            elif isinstance(frame.message, _HANDSHAKE):
-                self._on_handshake(frame.header, frame.message, connection, now)
-            elif isinstance(frame.message, Bye) and not frame.header.token:
-                self._on_hub_closed()
-            elif (refit := self._refit_of(frame.header, frame.message, connection)) is not None:
-                self._on_message(refit, frame.message, now)
-            self._cond.notify_all()
-
-    def tick(self, now: float) -> float | None:
-        """Do what is due by the clock; returns when to come back (`None`: nothing is under way)."""
-        with self._cond:
-            if self._closed is not None:
-                return None
-            if self._attempt is not None:
-                return self._attempt_tick(self._attempt, now)
-            if self._refit is not None:
-                return self._refit_tick(self._refit, now)
-            return None
-
-    def on_disconnect(self, now: float, *, certain: bool) -> None:
-        """A connection of this link (``certain``), or one that may be its own, was closed."""
-        with self._cond:
-            if self._refit is None:
-                return
-            if certain:
-                self._refit.lost_at = now + CLOSED_GRACE_S
-            else:
-                self._refit.next_beat = now
-                self._refit.probe_until = now + 10 * PROBE_S
-
-    def forgive(self, seconds: float) -> None:
-        """This process did not run for so long: its peer's silence in that time means nothing."""
-        with self._cond:
-            if self._refit is not None:
-                self._refit.heard_at = min(self._refit.heard_at + seconds, time.monotonic())
+            self._host.forget(self)
 
     def shut_down(self) -> None:
         """The hub closes."""
         self._shut("the control hub was closed")
         self._end(Bye("closed its control channel", final=True))
 
-    def _transmit(self, refit: Refit, body: list[bytes]) -> None:
-        with self._cond:
-            refit.frames_out += 1
-            header = Header(self._host.protocol, self._session, refit.epoch, refit.token, refit.frames_out)
-            if not refit.wire.send([encode_header(header), *body]):
-                self._lose(refit, "its connection is closed: the process ended or the network broke")
-
-    def _greet(self, send: Callable[[list[bytes]], bool], message: Message, epoch: int | None) -> bool:
-        header = Header(self._host.protocol, self._session, epoch, b"", 0)
-        return send([encode_header(header), *encode_message(message)])
-
-    def _open(self, attempt: Attempt, refit: Refit) -> None:
-        self._refit = attempt.refit = refit
-        self._attempt = None
-        self._progress = None
-        self._last_epoch = max(self._last_epoch, refit.epoch)
-        self._cond.notify_all()
-
-    def _refit_of(self, header: Header, message: Message, connection: bytes) -> Refit | None:
-        """Return the refit that a frame belongs to; count a frame that belongs to none."""
-        refit = self._refit
-        if refit is not None and header.token == refit.token and header.epoch == refit.epoch:
-            if connection != refit.connection:
-                self._host.count("unexpected")
-            elif header.number <= refit.frames_in:
-                self._host.count("replayed")
-            else:
-                refit.frames_in = header.number
-                return refit
-        elif header.token and header.token == self._last_token:
-            if not isinstance(message, Bye):  # the usual answer to our own
-                self._host.count("late")
-        elif refit is None or header.epoch != refit.epoch:
-            self._host.count("foreign_epoch")
-        else:
-            self._host.count("foreign_token")
-        return None
-
-    def _on_message(self, refit: Refit, message: Message, now: float) -> None:
-        refit.hear(message, now)
-        if isinstance(message, Heartbeat):
-            return
-        if isinstance(message, Abort):
-            record = message.record
-            refit.aborted = True
-            refit.failure = partial(
-                PeerAbortedError, f"{self.peer} failed and said so: {record}", remote=record
-            )
-            self._transmit(refit, encode_message(Bye("heard the abort")))
-        elif isinstance(message, Bye):
-            refit.ended, refit.peer_closed, refit.lost_at = message.reason, message.final, None
-        elif len(refit.inbox) >= MAX_QUEUED:
-            self._fail(
-                refit, partial(ProtocolError, f"{self.peer} sent {MAX_QUEUED} messages that nobody took")
-            )
-        else:
-            refit.inbox.append(message)
-
-    def _on_hub_closed(self) -> None:
-        self._peer_closed = True
-        if self._attempt is not None:
-            self._attempt.failure = self._hub_closed_error
-        if self._refit is not None:
-            self._refit.ended = self._refit.ended or "closed its control channel"
-            self._refit.peer_closed = True
-
-    def _hub_closed_error(self) -> WeightSyncError:
-        return PeerLostError(f"{self.peer} has closed its control channel; connect to its new card")
-
-    def _refit_tick(self, refit: Refit, now: float) -> float | None:
-        if refit.failure is not None or refit.ended is not None:
-            return None
-        silence = self._host.deadlines.silence_s
-        if refit.lost_at is not None and now >= refit.lost_at:
-            self._lose(refit, "its connection closed: the process ended or the network broke")
-            return None
-        if now - refit.heard_at >= silence:
-            self._lose(refit, f"silent for {now - refit.heard_at:.1f} s, stopped or unreachable")
-            return None
-        if now >= refit.next_beat:
-            refit.next_beat = now + (PROBE_S if now < refit.probe_until else self._host.deadlines.beat_s)
-            self._transmit(refit, encode_message(Heartbeat(self._progress or refit.doing)))
-        due = [refit.next_beat, refit.heard_at + silence]
-        return min(due if refit.lost_at is None else [*due, refit.lost_at])
-
-    def _lose(self, refit: Refit, how: str) -> None:
-        if refit.ended is None and refit.closing is None:
-            heard = refit.last_heard(time.monotonic())
-            self._fail(refit, partial(PeerLostError, f"{self.peer} was lost: {how}; last heard: {heard}"))
-
-    def _fail(self, refit: Refit, make: MakeError) -> None:
-        if refit.failure is None:
-            refit.failure = make
-        self._cond.notify_all()
-
     # Under the lock, in either kind of thread.
-
-    def _submit(self, job: Callable[[], None]) -> bool:
-        return self._host.submit(job)
 
     def _require_not_closed(self) -> None:
         if self._closed is not None:
@@ -491,19 +268,16 @@ class Link(ABC):
         if attempt.failure is not None:
             return attempt.failure().with_context(**where)
         epoch = "the next epoch" if attempt.epoch is None else f"epoch {attempt.epoch}"
-        heard = attempt.heard or self._unheard()
+        heard = attempt.heard or f"nothing was heard of it ({self._card.address})"
         return DeadlineError(f"{self.peer} did not begin {epoch} within {seconds:g} s: {heard}", **where)
 
-    def _unheard(self) -> str:
-        return f"nothing was heard of it ({self._card.address})"
-
-    def _receive_deadline(
-        self, refit: Refit, types: tuple[type[Message], ...], phase: str, waited: float, total: bool
+    def _overdue_error(
+        self, refit: Refit, types: tuple[type[Message], ...], phase: str, waited: float | None
     ) -> WeightSyncError:
+        """A wait ran out after ``waited`` seconds, or (`None`) the whole refit did."""
         heard = refit.last_heard(time.monotonic())
-        limit = (
-            f"the refit has taken {self._host.deadlines.total_s:g} s" if total else f"waited {waited:.1f} s"
-        )
+        total = self._host.deadlines.total_s
+        limit = f"waited {waited:.1f} s" if waited is not None else f"the refit may take {total:g} s; waiting"
         return DeadlineError(
             f"{limit} for {_names(types)} from {self.peer}; last heard: {heard}", peer=self.peer, phase=phase
         )
@@ -514,7 +288,7 @@ class Link(ABC):
             if refit is None:
                 return
             if refit.failure is None and refit.ended is None and refit.closing is None:
-                self._submit(partial(self._transmit, refit, encode_message(bye)))
+                self._host.submit(partial(self._transmit, refit, encode_message(bye)))
             self._leave(refit)
 
     def _leave(self, refit: Refit) -> None:

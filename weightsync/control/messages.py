@@ -1,20 +1,15 @@
-"""What travels on the control channel: the message types and their frames. No I/O.
+"""What workers say to each other on the control channel: the message types. No I/O.
 
-A frame is two or three message parts: a header, a message, and (for a bucket that carries its bytes) the
-payload. Both of the first two are msgpack, checked against the types below while they are decoded. The
-header begins with the protocol version in every version of the protocol, so that peers of different
-versions can at least say so.
+Types and bounds are checked while a message is decoded; `frames` puts messages into bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
 
-from weightsync.errors import ConfigurationError, ErrorRecord
+from weightsync.errors import ErrorRecord
 from weightsync.tensors import TensorSpec
 
 PROTOCOL_VERSION = 1
@@ -27,7 +22,12 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=False, tag=True, forbid_unknown_fields=True):
+def encodable_text(text: str) -> str:
+    """Replace what UTF-8 cannot carry (lone surrogates), so that texts about errors always leave."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Base of every message."""
 
     def describe(self) -> str:
@@ -196,109 +196,14 @@ AnyMessage = (
 )
 
 
-class Header(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What every frame says first. ``token`` is empty before the handshake is done.
-
-    ``number`` counts the frames of one side in one refit, from 1: what does not increase is a replay.
-    """
-
-    protocol: int
-    session: str
-    epoch: int | None
-    token: bytes
-    number: Count
-
-
-class _Prefix(msgspec.Struct, array_like=True):
-    """The part of a header that no version of the protocol may change."""
-
-    protocol: int
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """One decoded frame. ``header`` and ``message`` are `None` when the peer speaks another protocol."""
-
-    protocol: int
-    header: Header | None
-    message: Message | None
-
-
-class MalformedFrameError(ValueError):
-    """Bytes that are no frame. Counted and dropped, never shown to the caller."""
-
-
-_encoder = msgspec.msgpack.Encoder()
-_prefix_decoder = msgspec.msgpack.Decoder(_Prefix)
-_header_decoder = msgspec.msgpack.Decoder(Header)
-_message_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(AnyMessage)
-
-
-def encode_header(header: Header) -> bytes:
-    """Return the first part of a frame."""
-    return _encoder.encode(header)
-
-
-def encode_message(message: Message) -> list[bytes]:
-    """Return the parts of a frame that follow the header.
-
-    Raises:
-        ConfigurationError: a field cannot be encoded: a wrong type, or text that is not valid unicode.
-    """
-    payload = b""
-    if isinstance(message, Bucket) and message.payload:
-        payload = bytes(message.payload)
-        message = msgspec.structs.replace(message, payload=b"")
-    try:
-        body = _encoder.encode(message)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ConfigurationError(f"a {type(message).__name__} message cannot be encoded: {error}") from error
-    return [body, payload] if payload else [body]
-
-
-def decode_frame(parts: Sequence[bytes], protocol: int = PROTOCOL_VERSION) -> Frame:
-    """Check and decode one frame.
-
-    Raises:
-        MalformedFrameError: whatever is wrong with the bytes.
-    """
-    try:
-        return _decode(parts, protocol)
-    except MalformedFrameError:
-        raise
-    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
-        raise MalformedFrameError(str(error)) from error
-
-
-def _decode(parts: Sequence[bytes], protocol: int) -> Frame:
-    if len(parts) not in {2, 3}:
-        raise MalformedFrameError(f"{len(parts)} parts")
-    spoken = _prefix_decoder.decode(parts[0]).protocol
-    if spoken != protocol:
-        return Frame(spoken, None, None)
-    header, message = _header_decoder.decode(parts[0]), _message_decoder.decode(parts[1])
-    if len(parts) == 3:
-        message = _with_payload(message, parts[2])
-    if isinstance(message, Abort):
-        _ = message.record
-    return Frame(spoken, header, message)
-
-
-def _with_payload(message: Message, payload: bytes) -> Message:
-    if not isinstance(message, Bucket) or message.payload:
-        raise MalformedFrameError("a payload belongs to a bucket")
-    return msgspec.structs.replace(message, payload=payload)
-
-
 def _require_shape(spec: TensorSpec) -> None:
     if any(size < 0 for size in spec.shape):
         raise ValueError(f"negative size in shape {spec.shape}")
 
 
 def _encodable(value: Any) -> Any:
-    """Replace what UTF-8 cannot carry (lone surrogates in a message), so that an abort always leaves."""
     if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+        return encodable_text(value)
     if isinstance(value, dict):
         return {key: _encodable(item) for key, item in value.items()}
     return value

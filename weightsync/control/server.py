@@ -9,18 +9,10 @@ from functools import partial
 
 from weightsync.control.cards import Card
 from weightsync.control.client import protocol_error, version_error
-from weightsync.control.link import Link, LinkHost
-from weightsync.control.messages import (
-    NONCE_BYTES,
-    Bye,
-    Header,
-    Hello,
-    Message,
-    Ready,
-    Welcome,
-    encode_header,
-    encode_message,
-)
+from weightsync.control.core import LinkHost
+from weightsync.control.frames import Header, encode_header, encode_message
+from weightsync.control.link import Link
+from weightsync.control.messages import NONCE_BYTES, Bye, Hello, Message, Ready, Welcome
 from weightsync.control.refit import Attempt, Refit
 from weightsync.control.wires import ServerWire
 

@@ -14,7 +14,8 @@ import zmq
 import zmq.utils.z85
 from zmq.utils.monitor import recv_monitor_message
 
-from weightsync.control.addresses import Endpoint, bracketed, uses_ipv6
+from weightsync.control.addresses import bracketed, uses_ipv6
+from weightsync.control.cards import Card
 from weightsync.errors import ConfigurationError
 
 LINGER_MS = 300
@@ -131,25 +132,26 @@ class ClientWire:
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        endpoint: Endpoint,
-        server_key: str,
+        card: Card,
         keys: tuple[bytes, bytes],
+        *,
+        ipv6: bool,
         max_bytes: int,
     ) -> None:
         self.socket = context.socket(zmq.DEALER)
         _limit(self.socket, max_bytes)
-        self.socket.curve_serverkey = server_key.encode()
+        self.socket.curve_serverkey = card.public_key.encode()
         self.socket.curve_publickey, self.socket.curve_secretkey = keys
         self.socket.reconnect_ivl = _RECONNECT_MS
         self.socket.reconnect_ivl_max = _MAX_RECONNECT_MS
-        self.socket.ipv6 = uses_ipv6(endpoint.host)
+        self.socket.ipv6 = ipv6
         self.monitor = self.socket.get_monitor_socket(_EVENTS)
         self.connected = False
         self.refused = False
         """The server knows our key not (yet); libzmq does not try again by itself."""
         self.broken = False
         """A connection was lost: what is queued belongs to the past."""
-        self.socket.connect(str(endpoint))
+        self.socket.connect(card.address)
 
     def read_events(self) -> tuple[bool, bool]:
         """Take in the connection events; returns whether one was made, and whether one was lost."""
@@ -186,6 +188,11 @@ def _limit(socket: zmq.Socket[bytes], max_bytes: int) -> None:
     socket.maxmsgsize = max_bytes + _ENVELOPE_BYTES
     # Nothing here may block the I/O thread; the protocol itself bounds what is under way.
     socket.sndhwm = 0
+    # Connections whose other host has vanished are given back some time; the silence is noticed long before.
+    socket.tcp_keepalive = 1
+    socket.tcp_keepalive_idle = 60
+    socket.tcp_keepalive_intvl = 15
+    socket.tcp_keepalive_cnt = 4
 
 
 def _send(socket: zmq.Socket[bytes], parts: list[bytes]) -> bool:
