@@ -658,9 +658,10 @@ def damaged_metadata(policy, rollout):
         "metadata are damaged:": [transport(metadata=b""), rollout],
         "metadata are damaged: ": [transport(metadata="text"), rollout],
         "does not describe a buffer": [transport(slots=[["x", *slots[0][1:]], slots[1]]), rollout],
-        "metadata are damaged: 'slots'": [
+        "metadata are damaged: they lack agent, slots": [
             damaged(policy, transport={"backend": "UCX", "metadata": whole}), rollout,
         ],
+        "metadata are damaged: they are another agent's": [transport(agent="preinit-1-0"), rollout],
         "card must hold": [damaged(policy, control={"name": "x"}), rollout],
     }  # fmt: skip
 

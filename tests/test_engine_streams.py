@@ -29,7 +29,12 @@ from weightsync.errors import (
 )
 from weightsync.tensors import TensorSpec, WeightManifest, WeightStream, dtype_from_name
 
-pytestmark = [pytest.mark.nixl, pytest.mark.timeout(60)]
+pytestmark = [
+    pytest.mark.nixl,
+    pytest.mark.timeout(60),
+    pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning"),
+    pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning"),
+]
 
 DTYPES = [
     "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "bfloat16",

@@ -259,6 +259,8 @@ class BucketedCheckpointEngine(CheckpointEngine):
         with self._calls.hold("close", patience_s=_CLOSE_S):
             self._closed = True
             self._release()
+            if self._transport is not None:
+                self._transport.close()
             self._waiter.close()
 
     def _after_refit(self) -> None:

@@ -8,6 +8,7 @@ CUDA IPC, a copy by the kernel within one host, or TCP.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,9 +23,14 @@ from weightsync.errors import ConfigurationError, LifecycleError, ProtocolError,
 
 __all__ = ["NIXLCheckpointEngine", "preinit_nixl_agent"]
 
+_DRAIN_S = 0.02
+
 
 class NixlTransport(BucketTransport):
     """Buckets through NIXL reads.
+
+    A connection to a peer that lives is kept for as long as that peer is the same, over sessions and over a
+    release of the buffers: UCX does not close the socket of a connection that is dropped and made again.
 
     Args:
         device: of the transfer buffers.
@@ -40,21 +46,20 @@ class NixlTransport(BucketTransport):
         self._ticker = ProgressTicker(self._agent)
         self._buffers: list[torch.Tensor] = []
         self._registrations: list[Any] = []
-        self._peer_metadata: bytes | None = None
-        self._peer_name: str | None = None
-        self._peer_regions: list[MemoryRegion] = []
+        self._peer: _Peer | None = None
+        self._connected: str | None = None
+        """Name of the agent that NIXL holds a connection to."""
+        self._broken = False
 
     def allocate(self, bucket_size: int) -> list[torch.Tensor]:
         """Make and register two buffers."""
-        if self._agent is None:
-            self._agent = borrow_agent(self._backend_name, self._params)
-            self._ticker = ProgressTicker(self._agent)
+        agent = self._require_agent()
         buffers = [allocate_bucket(bucket_size, self._device) for _ in range(SLOTS)]
         for buffer in buffers:
             # One by one, so that what a failure leaves behind is known to `release`.
-            self._registrations.append(self._agent.register(buffer))
+            self._registrations.append(agent.register(buffer))
             self._buffers.append(buffer)
-        return self._buffers
+        return list(self._buffers)
 
     def describe(self) -> dict[str, Any]:
         """Return the agent's metadata and the buffers' addresses."""
@@ -67,7 +72,7 @@ class NixlTransport(BucketTransport):
         }
 
     def connect(self, peer: dict[str, Any]) -> None:
-        """Take the peer's metadata; the connection is made by the first refit.
+        """Take the peer's metadata; the connection is made by the first read.
 
         Raises:
             ConfigurationError: the peer uses another NIXL backend, or its metadata are damaged.
@@ -79,20 +84,18 @@ class NixlTransport(BucketTransport):
             )
         self.disconnect()
         try:
-            self._peer_regions = [MemoryRegion.from_list(slot) for slot in peer["slots"]]
-            self._peer_metadata = bytes(peer["metadata"])
-            self._peer_name = self._require_agent().add_peer(self._peer_metadata)
-        except (KeyError, TypeError, ValueError, TransportError) as error:
-            self.disconnect()
+            self._peer = _Peer.read(peer)
+            self._connect(self._peer)
+        except (TypeError, ValueError, TransportError) as error:
+            self._peer = None
             raise ConfigurationError(f"the peer's NIXL metadata are damaged: {error}") from error
 
     def open(self, *, sending: bool) -> None:
-        """Load the peer's metadata again, if the last refit dropped the connection."""
-        agent = self._require_agent()
-        if self._peer_metadata is None:
+        """Connect again, if the last refit broke the connection."""
+        if self._peer is None:
             raise LifecycleError("NIXL has no peer: join the process group first")
-        if self._peer_name is None:
-            self._peer_name = agent.add_peer(self._peer_metadata)
+        if self._connected is None:
+            self._connect(self._peer)
         if sending:
             self._ticker.start()
 
@@ -102,55 +105,94 @@ class NixlTransport(BucketTransport):
 
     def fetch(self, bucket: Bucket, slot: int, *, timeout_s: float, check: Callable[[], None]) -> None:
         """Read a bucket from the sender's buffer into a local one."""
-        if self._peer_name is None:
+        if self._peer is None or self._connected is None:
             raise LifecycleError("NIXL has no open refit")
-        if bucket.slot >= len(self._peer_regions):
-            raise ProtocolError(f"the sender named buffer {bucket.slot}, it has {len(self._peer_regions)}")
-        source = self._peer_regions[bucket.slot]
+        if bucket.slot >= len(self._peer.slots):
+            raise ProtocolError(f"the sender named buffer {bucket.slot}, it has {len(self._peer.slots)}")
+        source = self._peer.slots[bucket.slot]
         if bucket.nbytes > source.nbytes:
             raise ProtocolError(f"bucket {bucket.seq} is larger than the sender's buffer")
-        self._require_agent().read(
-            self._peer_name,
-            source=source,
-            target=MemoryRegion.of(self._buffers[slot]),
-            nbytes=bucket.nbytes,
-            timeout_s=timeout_s,
-            check=check,
-        )
+        try:
+            self._require_agent().read(
+                self._connected,
+                source=source,
+                target=MemoryRegion.of(self._buffers[slot]),
+                nbytes=bucket.nbytes,
+                timeout_s=timeout_s,
+                check=check,
+            )
+        except BaseException:
+            # What is under way may still arrive, into a buffer that is the next refit's by then.
+            self._broken = True
+            raise
 
     def shut(self, *, failed: bool) -> None:
-        """Stop answering the peer; a connection that may be broken is dropped."""
+        """Stop answering the peer; a connection that a read has broken is dropped."""
         self._ticker.stop()
-        if failed:
+        if self._broken:
             self._drop_connection()
 
-    def _drop_connection(self) -> None:
-        """Keep the peer's metadata, so that the next refit connects anew."""
-        if self._peer_name is not None and self._agent is not None:
-            self._agent.remove_peer(self._peer_name)
-        self._peer_name = None
-
     def disconnect(self) -> None:
-        """Forget the peer."""
+        """Leave the peer; the connection waits for its return."""
         self._ticker.stop()
-        self._drop_connection()
-        self._peer_metadata, self._peer_regions = None, []
+        self._peer = None
 
     def release(self) -> None:
-        """Disconnect, deregister and free the buffers; the agent stays with the process."""
+        """Disconnect, deregister and free the buffers; agent and connection stay."""
         self.disconnect()
-        agent, self._agent = self._agent, None
-        if agent is None:
+        if self._agent is None or not self._registrations:
             return
+        # A read that its initiator gave up may still be on its way here, and is served from these buffers.
+        self._agent.progress_for(_DRAIN_S)
         while self._registrations:
-            agent.deregister(self._registrations.pop())
+            self._agent.deregister(self._registrations.pop())
         self._buffers = []
-        return_agent(agent, self._backend_name, self._params)
+
+    def close(self) -> None:
+        """Release, drop the connection, and give the agent back to the process."""
+        self.release()
+        self._drop_connection()
+        agent, self._agent = self._agent, None
+        if agent is not None:
+            return_agent(agent, self._backend_name, self._params)
+
+    def _connect(self, peer: _Peer) -> None:
+        if self._connected not in {None, peer.agent}:
+            self._drop_connection()
+        self._connected = self._require_agent().add_peer(peer.metadata)
+        if self._connected != peer.agent:
+            self._drop_connection()
+            raise ValueError("they are another agent's")
+
+    def _drop_connection(self) -> None:
+        if self._connected is not None and self._agent is not None:
+            self._agent.remove_peer(self._connected)
+        self._connected, self._broken = None, False
 
     def _require_agent(self) -> NixlAgent:
         if self._agent is None:
-            raise LifecycleError("NIXL buffers were released: call prepare() again")
+            raise LifecycleError("this NIXL transport is closed")
         return self._agent
+
+
+@dataclass(frozen=True)
+class _Peer:
+    """What a peer's `NixlTransport.describe` says."""
+
+    agent: str
+    metadata: bytes
+    slots: list[MemoryRegion]
+
+    @classmethod
+    def read(cls, data: dict[str, Any]) -> _Peer:
+        absent = [name for name in ("agent", "metadata", "slots") if name not in data]
+        if absent:
+            raise ValueError(f"they lack {', '.join(absent)}")
+        return cls(
+            str(data["agent"]),
+            bytes(data["metadata"]),
+            [MemoryRegion.from_list(slot) for slot in data["slots"]],
+        )
 
 
 class NIXLCheckpointEngine(BucketedCheckpointEngine):

@@ -146,6 +146,13 @@ class NixlAgent:
         with self._lock, contextlib.suppress(*self._errors.any):
             self._agent.get_new_notifs()
 
+    def progress_for(self, seconds: float) -> None:
+        """Call `progress` for a while."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.progress()
+            time.sleep(_TICK_S)
+
     def read(
         self,
         peer: str,
@@ -174,14 +181,14 @@ class NixlAgent:
         try:
             handle = self._start_read(peer, source, target, nbytes)
             try:
-                self._await_read(handle, peer, nbytes, timeout_s, check)
+                self._await_read(handle, nbytes, timeout_s, check)
             finally:
                 with self._lock:
                     handle.release()
         except self._errors.disconnected as error:
-            raise PeerLostError(f"NIXL lost the connection: {error}", peer=peer) from error
+            raise PeerLostError(f"NIXL lost the connection: {error}") from error
         except self._errors.any as error:
-            raise TransportError(f"NIXL could not read {nbytes} bytes: {error}", peer=peer) from error
+            raise TransportError(f"NIXL could not read {nbytes} bytes: {error}") from error
 
     def _start_read(self, peer: str, source: MemoryRegion, target: MemoryRegion, nbytes: int) -> Any:
         with self._lock:
@@ -189,21 +196,19 @@ class NixlAgent:
             remote = self._agent.get_xfer_descs(source.part(nbytes), mem_type=source.kind)
             return self._agent.initialize_xfer("READ", local, remote, peer)
 
-    def _await_read(
-        self, handle: Any, peer: str, nbytes: int, timeout_s: float, check: Callable[[], None]
-    ) -> None:
+    def _await_read(self, handle: Any, nbytes: int, timeout_s: float, check: Callable[[], None]) -> None:
         deadline = time.monotonic() + timeout_s
         with self._lock:
             state = self._agent.transfer(handle)
         while state == "PROC":
             if time.monotonic() > deadline:
-                raise DeadlineError(f"a read of {nbytes} bytes did not finish in {timeout_s:g} s", peer=peer)
+                raise DeadlineError(f"a read of {nbytes} bytes did not finish in {timeout_s:g} s")
             check()
             time.sleep(_POLL_S)
             with self._lock:
                 state = self._agent.check_xfer_state(handle)
         if state != "DONE":
-            raise TransportError(f"NIXL ended a read of {nbytes} bytes in state {state}", peer=peer)
+            raise TransportError(f"NIXL ended a read of {nbytes} bytes in state {state}")
 
 
 @dataclass(frozen=True)

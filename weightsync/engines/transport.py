@@ -18,7 +18,8 @@ class BucketTransport(ABC):
     """Moves buckets between the equally numbered workers of a pair.
 
     Life: `allocate` -> `describe` -> `connect` -> (`open` -> `publish` or `fetch` ... -> `shut`) once a
-    refit -> `disconnect` -> `release`. `allocate` after `release` starts anew.
+    refit -> `disconnect` -> `release` -> `close`. After `disconnect`, `describe` and `connect` may follow
+    again; after `release`, `allocate`.
     """
 
     @abstractmethod
@@ -50,12 +51,16 @@ class BucketTransport(ABC):
 
     @abstractmethod
     def shut(self, *, failed: bool) -> None:
-        """End a refit. After a failed one the next `open` must connect anew. Never raises for a dead peer."""
+        """End a refit; the next `open` mends what a failed one broke. Never raises for a dead peer."""
 
     @abstractmethod
     def disconnect(self) -> None:
-        """Forget the peer. Idempotent."""
+        """Leave the peer: it may be another one that `connect` is told of next. Idempotent."""
 
     @abstractmethod
     def release(self) -> None:
         """Disconnect, deregister and free the buffers. Idempotent."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release, and give back everything else. Idempotent; the instance is not used again."""
