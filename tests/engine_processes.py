@@ -228,6 +228,25 @@ class _Worker:
         self.pipe.send(("held", None))
         assert self.pipe.recv() == "go on"
 
+    def break_packing(self) -> None:
+        """Make the third digest of a refit fail, as a broken device would."""
+        from weightsync.engines import sender
+
+        digest, calls = sender.digest_bytes, []
+
+        def fails(data):
+            calls.append(data)
+            if len(calls) == 3:
+                raise ZeroDivisionError("broken packing")
+            return digest(data)
+
+        self.digest, sender.digest_bytes = digest, fails
+
+    def mend_packing(self) -> None:
+        from weightsync.engines import sender
+
+        sender.digest_bytes = self.digest
+
     def finalize(self) -> None:
         self.engine.finalize()
 
