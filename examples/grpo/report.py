@@ -67,7 +67,9 @@ def print_summary(console: Console, result: RunResult, verdict: Verdict) -> None
 def _table(result: RunResult) -> Table:
     mode = "" if result.refit else ", refit switched off"
     # As wide as a plain terminal; the other figures are in the result file.
-    table = Table(title=f"GRPO of {result.model} on {result.task}{mode}", box=SIMPLE_HEAD, min_width=78)
+    table = Table(
+        title=f"GRPO of {result.model} on {result.task}{mode}", box=SIMPLE_HEAD, collapse_padding=True
+    )
     for column in ("step", "reward", "loss", "KL", "max diff", "refit s", "bytes", "step s"):
         table.add_column(column, justify="right", no_wrap=True)
     for record in result.steps:
@@ -112,8 +114,8 @@ def plot(path: Path, result: RunResult) -> None:
     import matplotlib.pyplot as plt
 
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 7.5), sharex=True, layout="constrained")
-    mode = "refit after every step" if result.refit else "refit switched off"
-    figure.suptitle(f"GRPO of {result.model} ({result.task}), vLLM in separate processes, {mode}")
+    mode = "vLLM refitted after every step" if result.refit else "refit switched off"
+    figure.suptitle(f"GRPO of {result.model} on {result.task}: {mode}", fontsize=12)
     _plot_reward(top, result)
     _plot_difference(bottom, result)
     bottom.xaxis.get_major_locator().set_params(integer=True)
@@ -149,4 +151,6 @@ def _plot_difference(axes: Any, result: RunResult) -> None:
         "Difference on the sampled tokens, which equal weights keep under the tolerance", fontsize=10
     )
     axes.grid(alpha=0.3, which="both")
-    axes.legend(loc="best")
+    # Room above the curves for the legend, whichever of them is on top.
+    axes.margins(y=0.25)
+    axes.legend(loc="upper left", ncols=3)
