@@ -201,19 +201,22 @@ def test_after_a_failure_the_others_get_a_short_grace_only():
 
 
 def test_threads_end_with_the_group():
-    before = threading.active_count()
+    before = set(threading.enumerate())
     group = LocalPolicyGroup([ScriptedPolicyWorker(rank) for rank in range(4)])
-    assert threading.active_count() == before + 4
+    mine = set(threading.enumerate()) - before
+    assert len(mine) == 4
     group.close()
     with pytest.raises(ConfigurationError, match="closed"):
         group.submit("prepare_checkpoint_engine")
+    before = set(threading.enumerate())
     dropped = LocalPolicyGroup([ScriptedPolicyWorker(0)])
+    mine |= set(threading.enumerate()) - before
+    assert len(mine) == 5
     del dropped
     gc.collect()
-    deadline = time.monotonic() + 5
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() == before
+    for thread in mine:
+        thread.join(5)
+    assert not any(thread.is_alive() for thread in mine)
 
 
 def test_ray_groups_without_ray_name_the_extra(monkeypatch):
