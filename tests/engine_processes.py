@@ -247,6 +247,9 @@ class _Worker:
 
         sender.digest_bytes = self.digest
 
+    def stats(self) -> dict:
+        return self.engine.refit_stats()
+
     def finalize(self) -> None:
         self.engine.finalize()
 

@@ -519,6 +519,20 @@ def test_close_from_another_thread_ends_a_refit(side):
     crew.__exit__()
 
 
+@pytest.mark.parametrize("side", ["policy", "rollout"])
+def test_close_from_another_thread_ends_a_wait_for_the_peer(side):
+    crew = Crew(connect_s=30.0)
+    engine = crew.pair[side == "rollout"]
+    timer = threading.Timer(0.3, engine.close)
+    timer.start()
+    started = time.monotonic()
+    with pytest.raises(LifecycleError):
+        run(engine.send_weights(plain(some_weights())) if side == "policy" else collect(engine))
+    assert time.monotonic() - started < 3
+    timer.join(10)
+    crew.__exit__()
+
+
 def test_close_in_the_refit_s_own_thread_aborts_it_and_says_why_it_cannot_close():
     crew = Crew()
 
@@ -931,6 +945,31 @@ def test_no_thread_is_left_and_nothing_is_unawaited():
     while set(threading.enumerate()) - before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert set(threading.enumerate()) - before == set()
+
+
+def test_an_engine_that_nobody_closed_does_not_hold_its_process():
+    code = """
+        import asyncio, threading
+        from tests.engine_crew import Crew, collect, plain, some_weights
+
+        crew = Crew(connect_s=30.0)
+        crew.refit(some_weights())
+
+        async def forgotten():
+            batches = crew.rollout[0].receive_weight_batches()
+            sender = asyncio.create_task(crew.policy[0].send_weights(plain(some_weights())))
+            await anext(batches)
+
+        asyncio.run(forgotten())
+        print("fine")
+    """
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", "")
+    assert time.monotonic() - started < 20
 
 
 def test_optimised_python_checks_as_much():

@@ -132,6 +132,26 @@ def test_a_peer_that_was_stopped_and_goes_on_takes_part_in_the_next_refit(victim
             assert crew.refit(seed=seed) == ["done", "done"]
 
 
+@pytest.mark.parametrize("interrupted", ["policy", "rollout"])
+def test_an_interrupt_from_the_keyboard_ends_a_refit(interrupted):
+    with Processes(1, 1) as crew:
+        other = crew.rollout[0] if interrupted == "policy" else crew.policy[0]
+        if interrupted == "policy":  # it waits for a buffer, its peer for a word from here
+            crew.policy[0].start("refit", count=40)
+            crew.rollout[0].start("refit", count=40, hold_at=1)
+            crew.rollout[0].wait_until_held()
+        else:
+            crew.policy[0].start("refit", hold_at=7)
+            crew.rollout[0].start("refit")
+            crew.policy[0].wait_until_held()
+        time.sleep(0.2)
+        getattr(crew, interrupted)[0].signal(signal.SIGINT)
+        assert getattr(crew, interrupted)[0].result(5).kind == "KeyboardInterrupt"
+        other.go_on()
+        assert other.result(5).kind == "PeerAbortedError"
+        assert crew.refit(seed=4) == ["done", "done"]
+
+
 @pytest.mark.parametrize("fault", [KILL, STOP], ids=["SIGKILL", "SIGSTOP"])
 @pytest.mark.parametrize("rank", [0, 2])
 def test_one_of_three_policy_ranks_is_lost(rank, fault):

@@ -254,8 +254,10 @@ class BucketedCheckpointEngine(CheckpointEngine):
         Raises:
             LifecycleError: a refit runs in this thread, or does not end: nothing was freed.
         """
-        if self._calls.holder is not None:
+        session = self._session
+        if self._calls.holder is not None and session is not None:
             self.abort_refit(LifecycleError("the engine was closed during a refit"))
+            session.close()  # wakes what still waits for a peer to begin
         with self._calls.hold("close", patience_s=_CLOSE_S):
             self._closed = True
             self._release()
