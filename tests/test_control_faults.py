@@ -40,8 +40,8 @@ def serve(hub, link, pipe):
         time.sleep(20)
 
 
-def opened(hub, side, behave=serve):
-    peer = Process(hub, behave, side=side, deadlines=IMPATIENT)
+def opened(hub, side, behave=serve, deadlines=IMPATIENT):
+    peer = Process(hub, behave, side=side, deadlines=deadlines)
     peer.link.begin(epoch=1)
     assert peer.hear() == "open"
     return peer
@@ -65,6 +65,19 @@ def test_a_killed_peer_is_lost_within_a_second(hub, side):
         started = time.monotonic()
         peer.link.abort(ValueError("give up"))
         assert time.monotonic() - started < 1
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_a_killed_peer_is_noticed_by_its_connection_not_by_the_heartbeats(side):
+    patient = Deadlines(connect_s=8, stall_s=8, silence_s=60, heartbeat_s=15)
+    with (
+        ControlHub("here", bind_host="127.0.0.1", deadlines=patient) as hub,
+        opened(hub, side, deadlines=patient) as peer,
+    ):
+        time.sleep(0.3)
+        os.kill(peer.pid, signal.SIGKILL)
+        with pytest.raises(PeerLostError, match="lost: its connection"):
+            peer.link.receive(phase="load", timeout_s=1)
 
 
 @pytest.mark.parametrize("side", SIDES)

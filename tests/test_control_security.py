@@ -189,6 +189,20 @@ def test_a_replayed_handshake_opens_nothing(raw, hub):
     assert hub.counters["stale"] == 1
 
 
+def test_a_ready_left_from_a_failed_attempt_completes_nothing(raw, hub):
+    waiting = background(raw.link.begin, epoch=1, connect_s=0.3)
+    raw.hello(epoch=1)
+    older = raw.hear(Welcome).message
+    with pytest.raises(DeadlineError):
+        waiting.result(5)
+    waiting = background(raw.link.begin, epoch=2, connect_s=0.5)
+    wait_until(lambda: raw.link._attempt is not None and raw.link._attempt.started)
+    raw.send(Ready(older.nonce), epoch=1)
+    assert raw.hear(Bye).header.token == older.nonce
+    with pytest.raises(DeadlineError):
+        waiting.result(5)
+
+
 def test_a_newer_hello_supersedes_an_older_one(raw, hub):
     waiting = background(raw.link.begin, epoch=1)
     raw.hello(nonce=NONCE)
