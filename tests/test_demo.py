@@ -362,8 +362,8 @@ def test_plot_writes_a_png_even_for_a_difference_of_zero(tmp_path):
 
 
 def test_actors_find_the_package_under_the_name_it_has_here():
-    cluster = importlib.import_module("examples.grpo.cluster")
-    assert cluster._python_path().split(":")[0] == str(EXAMPLES.parent.parent)
+    run = importlib.import_module("examples.grpo.run")
+    assert run._import_root() == EXAMPLES.parent.parent
 
 
 def test_a_bare_name_means_a_file_of_the_example(tmp_path, monkeypatch):

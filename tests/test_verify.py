@@ -40,6 +40,12 @@ def test_a_difference_beyond_the_tolerance_disagrees() -> None:
     assert not comparison.agrees
 
 
+@pytest.mark.parametrize("served", [float("nan"), float("-inf")])
+def test_what_is_no_number_disagrees(served: float) -> None:
+    comparison = compare_generations(generation([1], [served]), generation([1], [-0.5]), 1.0)
+    assert not comparison.agrees
+
+
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.ray

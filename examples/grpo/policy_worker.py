@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from weightsync.policy import PolicyCheckpointEngineMixin, preinit_checkpoint_engine, weight_stream_from
+from weightsync.policy.fsdp import reshard
 
 from .config import DemoConfig
 from .grpo import Batch, LogprobGap, Sample, grpo_loss, token_logprobs
@@ -104,7 +105,7 @@ class PolicyWorker(PolicyCheckpointEngineMixin):
                 LogprobGap.measure(batch, _logprobs(self.model, batch))
                 for batch in self._micro_batches(samples)
             ]
-        _reshard(self.model)
+        reshard(self.model)
         return LogprobGap.combine(gaps)
 
     def _micro_batches(self, samples: list[Sample]) -> list[Batch]:
@@ -144,13 +145,6 @@ def _load_sharded(checkpoint: Path, mesh: DeviceMesh, *, reshard_after_forward: 
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard_after_forward)
     return model
-
-
-def _reshard(model: torch.nn.Module) -> None:
-    """Put gathered parameters back into shards where no backward pass did."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def _logprobs(model: Any, batch: Batch) -> torch.Tensor:

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from weightsync.cluster.private_ray import private_ray
 from weightsync.cluster.ray import RayPolicyGroup, RayRolloutGroup
 from weightsync.config import load_refit_config
 from weightsync.synchronizer import CheckpointEngineWeightSynchronizer
 
-from .cluster import local_ray
 from .config import DemoConfig, load_config
 from .loop import GrpoRun
 from .model import default_cache, make_task, prepare_checkpoint
@@ -64,7 +64,7 @@ def run(options: Options) -> int:
         tolerance=config.check.logprob_tolerance,
     )
     console.print(f"Starting Ray, {config.policy.workers} policy workers and one vLLM engine ...")
-    with local_ray(actors=config.policy.workers + 1) as ray:
+    with private_ray(config.policy.workers + 1, python_path=_import_root()) as ray:
         workers = Workers(ray, checkpoint, config, task.stop_token_ids)
         workers.start()
         with _synchronizer(workers, config, options.refit) as synchronizer:
@@ -79,6 +79,11 @@ def _find(config: Path) -> Path:
     """Take a bare file name that is not in the working directory as one of the files beside this module."""
     beside = HERE / config
     return beside if not config.exists() and len(config.parts) == 1 and beside.is_file() else config
+
+
+def _import_root() -> Path:
+    """Return the folder from which actors can import this package under the name that it has here."""
+    return HERE.parents[len(__name__.split(".")) - 2]
 
 
 @contextmanager

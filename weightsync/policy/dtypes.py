@@ -11,7 +11,7 @@ from weightsync.errors import ConfigurationError
 
 KEEP = "keep"
 
-ALWAYS_KEPT = ("*e_score_correction_bias",)
+ALWAYS_KEPT = ("*e_score_correction_bias", "*.expert_bias")
 """Weights that are wrong in a narrower dtype: fp32 router biases differ in digits that bfloat16 has not."""
 
 _CASTABLE = {

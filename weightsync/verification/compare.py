@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,5 +44,11 @@ def compare_generations(
         for a, b, p, q in zip(one.token_ids, other.token_ids, one.logprobs, other.logprobs, strict=True):
             if a != b:
                 break
-            equal, largest = equal + 1, max(largest, abs(p - q))
+            equal, largest = equal + 1, max(largest, _difference(p, q))
     return Comparison(tokens, equal, largest, tolerance)
+
+
+def _difference(one: float, other: float) -> float:
+    """Return the distance of two log-probabilities; infinite where either is no number."""
+    distance = abs(one - other)
+    return distance if math.isfinite(distance) else math.inf

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from weightsync.config import RefitConfig
+from weightsync.errors import ConfigurationError
+from weightsync.names import hint
 from weightsync.policy import PolicyCheckpointEngineMixin, preinit_checkpoint_engine, weight_stream_from
 from weightsync.rollout.vllm.host import VllmEngineHost
 from weightsync.tensors import WeightManifest, WeightStream
@@ -46,6 +48,10 @@ class VerifyPolicy(PolicyCheckpointEngineMixin):
         stream = weight_stream_from(self.model)
         if self._drop is None:
             return stream
+        if self._drop not in stream.manifest.names:
+            raise ConfigurationError(
+                f"there is no tensor {self._drop!r} to drop{hint(self._drop, stream.manifest.names)}"
+            )
         kept = WeightManifest(tuple(spec for spec in stream.manifest.tensors if spec.name != self._drop))
         return WeightStream(kept, _without(self._drop, stream))
 
