@@ -103,5 +103,5 @@ def _explain_difference(result: RunResult, check: CheckSettings) -> str:
     return (
         f"{found} This is what a missed refit looks like: the policy has moved on, vLLM still samples from "
         "the weights it was started with, and the run trains on samples of a model that no longer exists. "
-        "Nothing else failed: without this comparison it would have gone unseen."
+        "No call failed: without this comparison a reward that stays flat would be the only sign."
     )
