@@ -12,7 +12,7 @@ import pytest
 
 from tests.control_support import FAST, Process, background, open_pair
 from weightsync.control import Bucket, Complete, ControlHub, Deadlines, Release
-from weightsync.errors import DeadlineError, ManifestError, PeerAbortedError, PeerLostError
+from weightsync.errors import DeadlineError, LifecycleError, ManifestError, PeerAbortedError, PeerLostError
 
 pytestmark = pytest.mark.slow
 
@@ -275,6 +275,8 @@ def test_a_forked_child_does_not_use_the_parents_hub():
         child = os.fork()
         if child == 0:
             try:
+                with pytest.raises(LifecycleError, match="before a fork"):
+                    client.send(Release(9))
                 server._host.close(), client._host.close()
                 os._exit(0)
             finally:

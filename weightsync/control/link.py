@@ -76,7 +76,7 @@ class Link(LinkCore):
         with self._cond:
             self._require_idle()
             self._attempt = attempt
-        self._host.submit(partial(self._start, attempt))
+        self._require_queued(self._host.submit(partial(self._start, attempt)))
         with self._cond:
             self._cond.wait_for(lambda: attempt.settled or self._closed is not None, seconds)
             if self._attempt is attempt:
@@ -105,7 +105,7 @@ class Link(LinkCore):
             if not isinstance(message, Heartbeat):
                 refit.doing = message.describe()
             # Queued under the lock, so that nothing sent after `end` overtakes it.
-            self._host.submit(partial(self._transmit, refit, body))
+            self._require_queued(self._host.submit(partial(self._transmit, refit, body)))
 
     def receive(self, *types: type[M], phase: str, timeout_s: float | None = None) -> M:
         """Wait for the next message.
@@ -200,6 +200,14 @@ class Link(LinkCore):
     def _require_not_closed(self) -> None:
         if self._closed is not None:
             raise LifecycleError(self._closed, peer=self.peer)
+
+    def _require_queued(self, queued: bool) -> None:
+        if not queued:
+            self._require_not_closed()
+            raise LifecycleError(
+                "this process has no control channel: the hub was made before a fork; make one here",
+                peer=self.peer,
+            )
 
     def _require_idle(self) -> None:
         self._require_not_closed()
