@@ -41,8 +41,15 @@ def test_a_report_of_nothing():
 def test_a_report_goes_through_json():
     data = json.loads(json.dumps(report().to_dict()))
     assert data["gb_per_s"] == 2.0
-    assert data["slowest"] == data["rollout"][0] == {"side": "rollout", "rank": 0} | FIGURES
+    assert data["slowest"] == data["rollout"][0] == {"side": "rollout", "rank": 0, "notes": {}} | FIGURES
     assert data["policy"] == []
+
+
+def test_what_else_a_worker_says_is_kept():
+    extra = {"casts": {"float32 -> bfloat16": 3}, "detached_bytes": 4096}
+    figures = RankFigures.from_value("rollout", 2, FIGURES | extra)
+    assert figures.notes == extra
+    assert figures.to_dict() == {"side": "rollout", "rank": 2, "notes": extra} | FIGURES
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from weightsync.errors import ProtocolError
 
 _GB = 1e9
+_COUNTS = ("tensors", "bytes", "batches")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,8 @@ class RankFigures:
     batches: int
     seconds: Mapping[str, float]
     """By phase: gather, pack, wait and total (policy); receive, load and total (rollout)."""
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    """Whatever else the worker returned, such as the casts that its loader made; plain data."""
 
     @classmethod
     def from_value(cls, side: str, rank: int, value: Any) -> RankFigures:
@@ -32,8 +35,9 @@ class RankFigures:
         """
         try:
             seconds = {str(phase): float(taken) for phase, taken in value["seconds"].items()}
-            counts = {key: int(value[key]) for key in ("tensors", "bytes", "batches")}
-            return cls(side=side, rank=rank, seconds=seconds, **counts)
+            counts = {key: int(value[key]) for key in _COUNTS}
+            notes = {str(key): note for key, note in value.items() if key not in (*_COUNTS, "seconds")}
+            return cls(side=side, rank=rank, seconds=seconds, notes=notes, **counts)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ProtocolError(f"malformed figures: {value!r:.200}", side=side, rank=rank) from error
 
@@ -45,7 +49,8 @@ class RankFigures:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
         counts = {"tensors": self.tensors, "bytes": self.bytes, "batches": self.batches}
-        return {"side": self.side, "rank": self.rank, **counts, "seconds": dict(self.seconds)}
+        details = {"seconds": dict(self.seconds), "notes": dict(self.notes)}
+        return {"side": self.side, "rank": self.rank, **counts, **details}
 
     def __str__(self) -> str:
         parts = {phase: taken for phase, taken in self.seconds.items() if phase != "total"}
