@@ -296,15 +296,18 @@ def report(figures: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def default_threads() -> int:
+    """Return each process's share of the cores: threads beyond them only get in each other's way."""
+    return max(1, len(os.sched_getaffinity(0)) // 2)
+
+
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--layers", type=int, default=LAYERS, help="of Qwen3-0.6B's 28 (default: all)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--bucket-mib", type=int, default=64, help="MiB of each of the two buckets")
-    parser.add_argument(
-        "--threads", type=int, default=torch.get_num_threads(), help="of torch, in each process"
-    )
+    parser.add_argument("--threads", type=int, default=default_threads(), help="of torch, in each process")
     parser.add_argument("--verify", choices=("full", "off"), default="full", help="digests of every bucket")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser.parse_args()
