@@ -641,6 +641,19 @@ def test_a_host_that_hangs_in_a_control_action_is_named_in_time(action):
     assert job.steps_of("host 0")[-1] in ("resume", "refit_status")
 
 
+def test_hosts_that_hang_one_after_another_in_the_clean_up_do_not_exceed_the_total():
+    job = Job(sizes=(1, 1, 1, 1, 1), total_s=2.5, silence_s=1.0)
+    wake = threading.Event()
+    hang = ["fence_refit", "refit_status", "reset_caches", "resume"]
+    for host, method in zip(job.hosts, hang, strict=False):
+        host.script[method] = lambda kwargs: wake.wait(20)
+    job.policy[0].script[SEND] = lambda kwargs: wake.wait(20)
+    job.fail()
+    wake.set()
+    assert 2.0 < job.took_s < 2.7
+    assert job.steps_of("host 4")[-1] == "resume"
+
+
 def test_shutdown_with_a_hung_worker_is_bounded():
     job = Job(total_s=1.0, silence_s=0.3)
     wake = threading.Event()

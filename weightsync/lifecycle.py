@@ -13,13 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from weightsync.cluster.base import Answers, Failure, RankId, driver_failure
+from weightsync.cluster.base import Answers, Failure, PendingCall, RankId, driver_failure
 from weightsync.config import RefitLifecycle
 from weightsync.crew import Crew, Deadline, StepError, require_complete
 from weightsync.errors import ProtocolError, RefitError, WeightSyncError
 from weightsync.failures import Serving, refit_error
 from weightsync.report import RankFigures, RefitReport
 
+_MAX_CLEANUP_STEPS = 6  # fence, status, reset, finalize, resume, and status once more
 _LEAST_STEP_S = 0.25
 
 
@@ -54,8 +55,11 @@ class Refit:
         self._crew = crew
         self._settings = settings
         self._plan = plan
-        # What fencing, resetting and resuming may take after a failure, within the time of the whole.
-        self._cleanup_s = min(settings.silence_s, settings.total_s / 5)
+        # What all of the clean-up may take, within the time of the whole: its steps share one deadline, and
+        # each is sure of a moment of its own, for one host that hangs must not keep others from resuming.
+        self._cleanup_s = min(2 * settings.silence_s, settings.total_s / 5)
+        self._least_step_s = min(_LEAST_STEP_S, self._cleanup_s / (2 * _MAX_CLEANUP_STEPS))
+        self._cleanup: Deadline | None = None
         self._deadline = Deadline(settings.total_s - self._cleanup_s)
         self._seconds: dict[str, float] = {}
         self._figures: dict[str, tuple[RankFigures, ...]] = {}
@@ -139,7 +143,7 @@ class Refit:
         if refused:
             raise StepError(phase, refused)
 
-    def _require(self, phase: str, *calls: Any) -> Answers:
+    def _require(self, phase: str, *calls: PendingCall) -> Answers:
         with self._timed(phase):
             return self._crew.require(phase, *calls, deadline=self._deadline)
 
@@ -153,18 +157,16 @@ class Refit:
 
     def _contain(self, reason: str) -> None:
         """Fence what was written and not committed, and learn what still serves; raises no `StepError`."""
-        deadline = Deadline(self._cleanup_s)
         crew = self._crew
         if self.began and not self._committed:
-            self._clean_up("fence", crew.rollout.submit("fence_refit", {"reason": reason}), deadline)
-        self.serving = ask_serving(crew, deadline.left_s(_LEAST_STEP_S))
+            self._clean_up("fence", crew.rollout.submit("fence_refit", {"reason": reason}))
+        self.serving = ask_serving(crew, self._cleanup_left_s())
         if self.began and not self._reset and self._wrote():
             self._reset = True
-            answers = self._clean_up("reset", crew.rollout.control("reset_caches"), deadline)
+            answers = self._clean_up("reset", crew.rollout.control("reset_caches"))
             self._afterwards.extend(refusals(answers, "reset", "reset_caches"))
         if self._plan.release and self.began:
-            for call in crew.on_both("finalize_checkpoint_engine"):
-                self._clean_up("finalize", call, deadline)
+            self._clean_up("finalize", *crew.on_both("finalize_checkpoint_engine"))
 
     def _wrote(self) -> bool:
         """Whether any rollout rank may hold bytes of this refit."""
@@ -180,18 +182,22 @@ class Refit:
         if not self._paused:
             return
         with self._timed("resume"):
-            deadline = Deadline(self._cleanup_s)
-            answers = self._clean_up("resume", self._crew.rollout.control("resume"), deadline)
+            answers = self._clean_up("resume", self._crew.rollout.control("resume"))
         self._afterwards.extend(refusals(answers, "resume", "resume"))
 
-    def _clean_up(self, phase: str, call: Any, deadline: Deadline) -> Answers:
-        answers = self._crew.hear(phase, call, timeout_s=deadline.left_s(_LEAST_STEP_S))
+    def _clean_up(self, phase: str, *calls: PendingCall) -> Answers:
+        answers = self._crew.hear(phase, *calls, timeout_s=self._cleanup_left_s())
         self._afterwards.extend(answers.failures)
         return answers
 
+    def _cleanup_left_s(self) -> float:
+        if self._cleanup is None:
+            self._cleanup = Deadline(self._cleanup_s - _MAX_CLEANUP_STEPS * self._least_step_s)
+        return self._cleanup.left_s(self._least_step_s)
+
     def _error(self, failures: list[Failure]) -> tuple[RefitError, WeightSyncError]:
         if not self.serving:
-            self.serving = ask_serving(self._crew, _LEAST_STEP_S)
+            self.serving = ask_serving(self._crew, self._cleanup_left_s())
         return refit_error(
             str(self._plan),
             failures or self._afterwards,
