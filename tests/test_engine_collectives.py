@@ -86,6 +86,7 @@ def test_a_packing_error_on_one_rank_is_held_back_until_the_bucket_is_full(crew)
     crew.policy[0].call("break_packing")
     outcomes = attempt(crew)
     assert outcomes[0].kind == "ZeroDivisionError"
+    assert "tensor 'layer.2.weight'" in outcomes[0].traceback
     for outcome in outcomes[1:]:
         assert outcome.kind == "PeerAbortedError"
         assert "broken packing" in outcome.message

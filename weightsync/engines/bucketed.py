@@ -23,6 +23,7 @@ from weightsync.engines.refit import Refit
 from weightsync.engines.sender import BucketSender, drain_weights
 from weightsync.engines.session import Session
 from weightsync.engines.stream import Weights, closing_stream
+from weightsync.engines.telling import tell_unmet
 from weightsync.engines.transport import BucketTransport
 from weightsync.engines.waiting import Budget, Waiter
 from weightsync.errors import ConfigurationError, LifecycleError, WeightSyncError
@@ -182,7 +183,7 @@ class BucketedCheckpointEngine(CheckpointEngine):
             patience_s = self._deadlines.connect_s + self._deadlines.stall_s
             lockstep = make_lockstep(refit.rank, session.step_links, self._waiter, refit.budget, patience_s)
             try:
-                await lockstep.begin(refit.epoch, refit.version)
+                await lockstep.begin(refit.meet)
                 if session.link is None:
                     await drain_weights(weights, lockstep, refit)
                     self._stats = refit.figures()
@@ -195,6 +196,7 @@ class BucketedCheckpointEngine(CheckpointEngine):
                 self._stats = refit.figures(sent, sender.buckets_sent)
             except BaseException as error:
                 lockstep.stop(refit.sign(error))
+                refit.tell_unmet(error)
                 raise
             finally:
                 lockstep.end()
@@ -225,12 +227,21 @@ class BucketedCheckpointEngine(CheckpointEngine):
             self._stats = refit.figures(receiver.received, receiver.batches_yielded)
 
     def abort_refit(self, error: BaseException) -> None:
-        """Tell the peers why this side failed; they raise it with its traceback."""
+        """Tell the peers why this side failed; they raise it with its traceback.
+
+        Before this side has begun the refit that `open_refit` named, it tells those peers that wait for it.
+        """
         session = self._session
-        if session is not None:
-            if isinstance(error, WeightSyncError):
-                error.with_context(side=session.role, rank=session.rank)
+        if session is None:
+            return
+        if isinstance(error, WeightSyncError):
+            error.with_context(side=session.role, rank=session.rank)
+        if self._next[0] is None or self._calls.holder is not None:
             session.abort(error)
+            return
+        with self._calls.hold("abort_refit"):
+            (epoch, version), self._next = self._next, (None, None)
+            tell_unmet(session.links, error, epoch=epoch, version=version)
 
     def refit_stats(self) -> dict[str, float]:
         """Return the last complete refit's bytes, tensors, batches and ``seconds_<phase>``."""
@@ -302,6 +313,7 @@ class BucketedCheckpointEngine(CheckpointEngine):
             deadlines=self._deadlines,
             verify=self._verify,
             budget=Budget(self._deadlines.total_s),
+            unmet=session.links,
         )
 
     def _prepared(self) -> tuple[Session, BucketTransport]:

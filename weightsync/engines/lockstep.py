@@ -9,25 +9,21 @@ Policy rank 0 leads. Ranks may have streams of different length: one that has fi
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from weightsync.control import Gate, Go, Link
 from weightsync.engines.waiting import Budget, Waiter
-from weightsync.errors import WeightSyncError
 
 _PHASE = "keeping in step"
-_TELL_S = 1.0
-_TELL_EACH_S = 0.2
+Meet = Callable[[Link], Awaitable[None]]
+"""Opens the refit on a link."""
 
 
 class Lockstep(Protocol):
     """What a sending or draining rank sees of it."""
 
-    async def begin(self, epoch: int | None, version: int | None) -> None:
+    async def begin(self, meet: Meet) -> None:
         """Meet the other ranks."""
 
     async def step(self) -> None:
@@ -46,7 +42,7 @@ class Lockstep(Protocol):
 class SoloLockstep:
     """One policy rank: nobody to wait for."""
 
-    async def begin(self, epoch: int | None, version: int | None) -> None:
+    async def begin(self, meet: Meet) -> None:
         """Return at once."""
 
     async def step(self) -> None:
@@ -80,16 +76,10 @@ class _Stepper:
         self._patience_s = patience_s
         self._step = 0
 
-    async def begin(self, epoch: int | None, version: int | None) -> None:
+    async def begin(self, meet: Meet) -> None:
         """Meet the other ranks."""
-        for place, link in enumerate(self._links, start=1):
-            try:
-                await self._waiter.run(partial(link.begin, epoch=epoch, version=version), undo=link.end)
-            except WeightSyncError:
-                # The ranks that wait to be met must hear of it: they know nothing of the one that is absent.
-                others = self._links[place:]
-                await self._waiter.run(partial(_meet_briefly, others, epoch, version))
-                raise
+        for link in self._links:
+            await meet(link)
 
     def stop(self, error: BaseException) -> None:
         """Tell the ranks at the other ends that this one has failed."""
@@ -103,17 +93,6 @@ class _Stepper:
 
     def _patience(self) -> float:
         return self._budget.clip(self._patience_s)
-
-
-def _meet_briefly(links: Sequence[Link], epoch: int | None, version: int | None) -> None:
-    """Open the refit with those that are waiting already, so that they can be told that it failed."""
-    end = time.monotonic() + _TELL_S
-    for link in links:
-        left = end - time.monotonic()
-        if left <= 0:
-            return
-        with contextlib.suppress(WeightSyncError):
-            link.begin(epoch=epoch, version=version, connect_s=min(left, _TELL_EACH_S))
 
 
 class LeaderLockstep(_Stepper):

@@ -11,6 +11,7 @@ import torch
 
 from weightsync.control import Deadlines, Link
 from weightsync.engines.stats import Stopwatch
+from weightsync.engines.telling import tell_unmet
 from weightsync.engines.transport import BucketTransport
 from weightsync.engines.waiting import Budget, Waiter
 from weightsync.errors import IncompleteStreamError, WeightSyncError
@@ -31,6 +32,8 @@ class Refit:
     deadlines: Deadlines
     verify: bool
     budget: Budget
+    unmet: list[Link]
+    """The links on which this refit has not been tried yet: their peers wait, and know nothing."""
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
 
     @property
@@ -54,9 +57,15 @@ class Refit:
 
     async def meet(self, link: Link) -> None:
         """Open this refit together with the peer."""
+        self.unmet.remove(link)
         with self.stopwatch.phase("connect"):
             begin = partial(link.begin, epoch=self.epoch, version=self.version)
             await self.waiter.run(begin, undo=link.end)
+
+    def tell_unmet(self, error: BaseException) -> None:
+        """Tell the peers that wait to be met that the refit has failed without them."""
+        tell_unmet(self.unmet, self.sign(error), epoch=self.epoch, version=self.version)
+        self.unmet.clear()
 
     @contextmanager
     def on(self, link: Link, *, drain: Callable[[], None] = lambda: None) -> Iterator[None]:

@@ -74,11 +74,9 @@ class BucketSender:
         """
         try:
             return await self._send(weights)
-        except WeightSyncError as error:
-            error.with_context(**asdict(self._whereabouts()))
-            raise
         except Exception as error:
-            error.add_note(f"while sending: {self._whereabouts()}")
+            if error is not self._failure:
+                self._locate(error)
             raise
 
     async def _send(self, weights: Weights) -> WeightManifest:
@@ -148,6 +146,7 @@ class BucketSender:
             try:
                 act()
             except Exception as error:  # noqa: BLE001 - raised again by _raise_failure
+                self._locate(error)
                 self._failure = error
 
     def _raise_failure(self) -> None:
@@ -174,6 +173,13 @@ class BucketSender:
 
     def _digest_kind(self) -> str:
         return digest_kind(self._buffers[0].device) if self._refit.verify else "off"
+
+    def _locate(self, error: Exception) -> None:
+        """Say in an error how far the stream has come."""
+        if isinstance(error, WeightSyncError):
+            error.with_context(**asdict(self._whereabouts()))
+        else:
+            error.add_note(f"while sending: {self._whereabouts()}")
 
     def _whereabouts(self) -> ErrorContext:
         return ErrorContext(

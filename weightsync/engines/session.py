@@ -58,11 +58,15 @@ class Session:
         self.link = self._hub.connect(partner[1].card(f"policy rank {partner[0]}"))
         self.role, self.rank = "rollout", rank
 
+    @property
+    def links(self) -> list[Link]:
+        """All of them."""
+        return [*self.step_links, self.link] if self.link is not None else list(self.step_links)
+
     def abort(self, error: BaseException) -> None:
         """Tell every peer of the open refit why this side failed."""
-        for link in (self.link, *self.step_links):
-            if link is not None:
-                link.abort(error)
+        for link in self.links:
+            link.abort(error)
 
     def close(self) -> None:
         """Leave every peer. Idempotent."""
