@@ -104,10 +104,11 @@ class AsyncVllmEngineHost:
     async def control_release_kv_cache(self) -> None:
         """Give the KV cache's memory back where vLLM can."""
         sleeps = self.engine.vllm_config.model_config.enable_sleep_mode and not is_cpu_platform()
-        if not sleeps or self._state.paused in (None, "keep"):
+        if not sleeps or self._state.paused in (None, "keep") or self._state.kv_released:
             return
-        await self.engine.release_kv_cache_memory()
+        # Before the call: a resume may overtake its answer, and to wake what is awake does no harm.
         self._state.kv_released = True
+        await self.engine.release_kv_cache_memory()
 
     async def control_reset_caches(self) -> None:
         """Reset prefix, multimodal and encoder caches. Kept requests are computed anew."""

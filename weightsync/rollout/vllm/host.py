@@ -104,11 +104,14 @@ class VllmEngineHost:
 
     def control_release_kv_cache(self) -> None:
         """Give the KV cache's memory back where vLLM can."""
-        if is_cpu_platform() or not self.llm.llm_engine.vllm_config.model_config.enable_sleep_mode:
+        sleeps = self.llm.llm_engine.vllm_config.model_config.enable_sleep_mode and not is_cpu_platform()
+        if not sleeps or self._state.kv_released:
             return
-        self.llm.sleep(level=0, mode=self._state.paused or "wait")
-        self.llm.release_kv_cache_memory()
+        # Before the calls: whichever of them fails, a resume has to wake the scheduler.
         self._state.kv_released = True
+        # `pause` has let every request end: nothing is aborted, and no engine refuses this mode.
+        self.llm.sleep(level=0, mode="abort")
+        self.llm.release_kv_cache_memory()
 
     def control_reset_caches(self) -> None:
         """Reset prefix, multimodal and encoder caches."""

@@ -1,0 +1,301 @@
+"""The state machines of the two vLLM hosts, around small fakes; `test_rollout_vllm` has the real engines."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import subprocess
+import sys
+import threading
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from weightsync.outcomes import Outcome
+from weightsync.rollout.vllm import async_host, host
+from weightsync.rollout.vllm.async_host import AsyncVllmEngineHost
+from weightsync.rollout.vllm.host import VllmEngineHost
+
+ROOT = Path(__file__).parent.parent
+UPDATE = "update_weights_from_checkpoint_engine"
+CLEAN = {"version": 1, "dirty": False, "fenced": None}
+FENCED = {"version": None, "dirty": True, "fenced": "the refit failed"}
+
+
+def fake_config():
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(data_parallel_size=1, world_size=1),
+        model_config=SimpleNamespace(enable_sleep_mode=True),
+    )
+
+
+class FakeEngineState:
+    """What both fakes keep of vLLM's rules about pausing and the KV cache."""
+
+    def __init__(self):
+        self.vllm_config = fake_config()
+        self.status = CLEAN
+        self.calls = []
+        self.paused = False
+        self.kv_present = True
+        self.fails = {}
+
+    def note(self, call):
+        self.calls.append(call)
+        if call in self.fails:
+            raise self.fails.pop(call)
+
+    def discard(self):
+        self.note("release_kv_cache_memory")
+        if not self.paused:
+            raise RuntimeError("release_kv_cache_memory() requires a completed pause first")
+        if not self.kv_present:
+            raise RuntimeError("release_kv_cache_memory() requires all executor memory to be resident")
+        self.kv_present = False
+
+    def wake(self, tags):
+        self.note(f"wake_up {','.join(tags)}")
+        self.kv_present = self.kv_present or "kv_cache" in tags
+        self.paused = self.paused and not self.kv_present
+        return self.kv_present
+
+    def answer(self, method):
+        self.note(method)
+        return [Outcome(0, value=self.status if method == "refit_status" else None).to_dict()]
+
+
+class FakeLLM(FakeEngineState):
+    """Stands in for ``vllm.LLM`` with its engine in the process."""
+
+    def __init__(self):
+        super().__init__()
+        self.llm_engine = SimpleNamespace(vllm_config=self.vllm_config, model_executor=object())
+        self.during = {}
+        self.inside = threading.Lock()
+
+    def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+        with self.alone():
+            self.during.get(args[0], bool)()
+            return self.answer(args[0])
+
+    def generate(self, prompts, sampling_params=None):
+        with self.alone():
+            self.during.get("generate", bool)()
+            self.note("generate")
+            if self.paused or not self.kv_present:
+                raise AssertionError("a real engine would hang here")
+            return ["text"]
+
+    def sleep(self, level=1, mode="abort"):
+        if mode == "wait":
+            raise ValueError("'wait' mode can't be used in inproc-engine mode")
+        self.note(f"sleep {level} {mode}")
+        self.paused = True
+
+    def release_kv_cache_memory(self):
+        self.discard()
+
+    def wake_up(self, tags=None):
+        return self.wake(tags)
+
+    def alone(self):
+        if not self.inside.acquire(blocking=False):
+            raise AssertionError("two threads use vLLM's client at once")
+        return _released(self.inside)
+
+
+class _released:
+    def __init__(self, lock):
+        self.lock = lock
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.lock.release()
+
+
+class FakeAsyncLLM(FakeEngineState):
+    """Stands in for ``AsyncLLM``; ``gates`` hold calls up until they are set."""
+
+    errored = False
+
+    def __init__(self):
+        super().__init__()
+        self.gates = {}
+        self.aborted = []
+
+    async def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+        await self.gate(args[0])
+        return self.answer(args[0])
+
+    async def pause_generation(self, *, mode="abort", clear_cache=True):
+        self.note(f"pause {mode}")
+        self.paused = True
+        await self.gate("pause")
+
+    async def resume_generation(self):
+        self.note("resume")
+        if not self.kv_present:
+            raise AssertionError("a real engine would write to memory that it gave back")
+        self.paused = False
+
+    async def release_kv_cache_memory(self):
+        self.discard()
+        await self.gate("release_kv_cache_memory")
+
+    async def wake_up(self, tags=None):
+        return self.wake(tags)
+
+    async def abort(self, request_id, internal=False):
+        self.aborted.append(request_id)
+
+    async def generate(self, prompt, sampling_params, request_id):
+        while self.paused:
+            await asyncio.sleep(0.01)
+            if request_id in self.aborted:
+                break
+        yield "text"
+
+    async def gate(self, name):
+        if name in self.gates:
+            await asyncio.wait_for(self.gates[name].wait(), 10)
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch):
+    for module in (host, async_host):
+        monkeypatch.setattr(module, "is_cpu_platform", lambda: False)
+
+
+@pytest.fixture
+def llm():
+    return FakeLLM()
+
+
+@pytest.fixture
+def engine():
+    return FakeAsyncLLM()
+
+
+def value(outcome):
+    outcome = Outcome.from_dict(outcome)
+    assert outcome.error is None, outcome.error
+    return outcome.value
+
+
+def error(outcome):
+    return Outcome.from_dict(outcome).error
+
+
+def control(engine_host, *actions):
+    for action in actions:
+        value(engine_host.refit_control(action))
+
+
+async def control_async(engine_host, *actions):
+    for action in actions:
+        value(await engine_host.refit_control(action))
+
+
+# Releasing the KV cache.
+
+
+def test_the_kv_cache_is_released_and_comes_back(llm):
+    engine_host = VllmEngineHost(llm=llm)
+    for _ in range(2):
+        control(engine_host, "pause", "release_kv_cache")
+        assert not llm.kv_present
+        control(engine_host, "resume")
+        assert engine_host.generate([1]) == ["text"]
+    assert llm.calls[:2] == ["sleep 0 abort", "release_kv_cache_memory"]
+
+
+def test_a_kv_cache_is_not_released_twice(llm):
+    engine_host = VllmEngineHost(llm=llm)
+    control(engine_host, "pause", "release_kv_cache", "release_kv_cache", "resume")
+    assert llm.calls.count("release_kv_cache_memory") == 1
+
+
+@pytest.mark.parametrize("call", ["sleep 0 abort", "release_kv_cache_memory"])
+def test_a_release_that_fails_does_not_leave_the_scheduler_asleep(llm, call):
+    engine_host = VllmEngineHost(llm=llm)
+    llm.fails[call] = RuntimeError("no")
+    control(engine_host, "pause")
+    assert error(engine_host.refit_control("release_kv_cache")).message == "no"
+    control(engine_host, "resume")
+    assert not llm.paused
+    assert engine_host.generate([1]) == ["text"]
+
+
+def test_a_fenced_async_engine_without_its_kv_cache_is_refitted(engine):
+    async def run():
+        engine_host = AsyncVllmEngineHost(engine=engine)
+        await control_async(engine_host, "pause", "release_kv_cache")
+        engine.status = FENCED
+        await engine_host.checkpoint_engine_rpc_async(UPDATE)
+        await control_async(engine_host, "resume")
+        assert (engine.paused, engine.kv_present) == (True, False)
+        await control_async(engine_host, "pause", "release_kv_cache")
+        engine.status = CLEAN
+        await engine_host.checkpoint_engine_rpc_async(UPDATE)
+        await control_async(engine_host, "resume")
+        assert (engine.paused, engine.kv_present) == (False, True)
+
+    asyncio.run(run())
+    assert engine.calls.count("release_kv_cache_memory") == 1
+
+
+def test_a_resume_that_overtakes_a_release_wakes_the_kv_cache(engine):
+    async def run():
+        engine_host = AsyncVllmEngineHost(engine=engine)
+        await control_async(engine_host, "pause")
+        engine.gates["release_kv_cache_memory"] = asyncio.Event()
+        release = asyncio.create_task(engine_host.refit_control("release_kv_cache"))
+        await asyncio.sleep(0)
+        await control_async(engine_host, "resume")
+        engine.gates["release_kv_cache_memory"].set()
+        value(await release)
+
+    asyncio.run(run())
+    assert (engine.paused, engine.kv_present) == (False, True)
+
+
+# The fakes take what vLLM takes.
+
+
+def check_signatures():
+    """Compare the fakes with vLLM's classes. Importing vLLM changes a process: not run in the tests' own."""
+    from vllm import LLM
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    for fake, real in ((FakeLLM, LLM), (FakeAsyncLLM, AsyncLLM)):
+        names = {n for n, each in vars(fake).items() if inspect.isfunction(each)} - {
+            "__init__",
+            "alone",
+            "gate",
+        }
+        for name in sorted(names):
+            mine, theirs = getattr(fake, name), getattr(real, name)
+            for kind in (inspect.iscoroutinefunction, inspect.isasyncgenfunction):
+                assert kind(mine) == kind(theirs), name
+            expected = inspect.signature(theirs).parameters
+            for key, parameter in inspect.signature(mine).parameters.items():
+                assert parameter.kind == expected[key].kind, (name, key)
+                assert (parameter.default is parameter.empty) == (expected[key].default is parameter.empty)
+            print(f"checked {fake.__name__}.{name}")
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
+def test_the_fakes_take_what_vllm_takes():
+    code = "from tests.test_rollout_hosts import check_signatures; check_signatures()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("checked FakeLLM.") == 5
+    assert done.stdout.count("checked FakeAsyncLLM.") == 7
