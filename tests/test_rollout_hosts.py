@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from weightsync.errors import WorkerFencedError
 from weightsync.outcomes import Outcome
 from weightsync.rollout.vllm import async_host, host
 from weightsync.rollout.vllm.async_host import AsyncVllmEngineHost
@@ -261,6 +262,117 @@ def test_a_resume_that_overtakes_a_release_wakes_the_kv_cache(engine):
 
     asyncio.run(run())
     assert (engine.paused, engine.kv_present) == (False, True)
+
+
+# Updates and pauses that the driver gave up.
+
+
+async def giving_up(engine_host, gate_host, gate):
+    """Begin an update that stays silent, as the driver would give it up, and resume."""
+    gate_host.gates[UPDATE] = gate
+    await control_async(engine_host, "pause")
+    update = asyncio.create_task(engine_host.checkpoint_engine_rpc_async(UPDATE))
+    await asyncio.sleep(0)
+    await control_async(engine_host, "resume")
+    return update
+
+
+async def ask(engine_host, request_id):
+    return [text async for text in engine_host.generate([1], None, request_id)]
+
+
+def test_a_resume_does_not_run_requests_over_an_update(engine):
+    async def run():
+        engine_host, gate = AsyncVllmEngineHost(engine=engine), asyncio.Event()
+        update = await giving_up(engine_host, engine, gate)
+        assert engine.paused
+        with pytest.raises(WorkerFencedError, match="not committed"):
+            await ask(engine_host, "a")
+        engine.status = {"version": None, "dirty": True, "fenced": None}
+        gate.set()
+        await update
+        with pytest.raises(WorkerFencedError, match="not committed"):
+            await ask(engine_host, "b")
+        await control_async(engine_host, "pause")
+        waiting = asyncio.create_task(ask(engine_host, "c"))
+        engine.status = CLEAN
+        await engine_host.checkpoint_engine_rpc_async(UPDATE)
+        await engine_host.checkpoint_engine_rpc_async("commit_refit", {"version": 1})
+        assert not waiting.done()
+        await control_async(engine_host, "resume")
+        assert await asyncio.wait_for(waiting, 5) == ["text"]
+
+    asyncio.run(run())
+
+
+def test_an_answer_from_before_the_update_does_not_clear_it(engine):
+    async def run():
+        engine_host, gate = AsyncVllmEngineHost(engine=engine), asyncio.Event()
+        await giving_up(engine_host, engine, gate)
+        await engine_host.checkpoint_engine_rpc_async("fence_refit", {"reason": "why"})
+        await control_async(engine_host, "resume")
+        assert engine.paused
+        gate.set()
+
+    asyncio.run(run())
+
+
+def test_a_late_update_that_wrote_nothing_lets_requests_run(engine):
+    async def run():
+        engine_host, gate = AsyncVllmEngineHost(engine=engine), asyncio.Event()
+        update = await giving_up(engine_host, engine, gate)
+        gate.set()
+        await update
+        assert not engine.paused
+        assert await asyncio.wait_for(ask(engine_host, "a"), 5) == ["text"]
+
+    asyncio.run(run())
+
+
+def test_the_next_pause_takes_a_late_resume_back(engine):
+    async def run():
+        engine_host, gate = AsyncVllmEngineHost(engine=engine), asyncio.Event()
+        update = await giving_up(engine_host, engine, gate)
+        await control_async(engine_host, "pause")
+        gate.set()
+        await update
+        assert engine.paused
+
+    asyncio.run(run())
+
+
+def test_a_pause_that_ends_after_the_resume_is_over(engine):
+    async def run():
+        engine_host = AsyncVllmEngineHost(engine=engine)
+        engine.gates["pause"] = asyncio.Event()
+        pause = asyncio.create_task(engine_host.refit_control("pause", {"in_flight": "wait"}))
+        await asyncio.sleep(0)
+        await control_async(engine_host, "resume")
+        engine.gates["pause"].set()
+        value(await pause)
+        await control_async(engine_host, "release_kv_cache")
+        assert engine.kv_present
+        assert await asyncio.wait_for(ask(engine_host, "a"), 5) == ["text"]
+        engine.status = FENCED
+        await engine_host.checkpoint_engine_rpc_async(UPDATE)
+        with pytest.raises(WorkerFencedError, match="the refit failed"):
+            await ask(engine_host, "b")
+
+    asyncio.run(run())
+
+
+def test_a_synchronous_engine_is_dirty_while_it_is_updated(llm):
+    engine_host, seen = VllmEngineHost(llm=llm), []
+
+    def look():
+        with pytest.raises(WorkerFencedError, match="not committed"):
+            engine_host.require_serving()
+        seen.append(True)
+
+    llm.during[UPDATE] = look
+    engine_host.checkpoint_engine_rpc(UPDATE)
+    assert seen == [True]
+    assert engine_host.generate([1]) == ["text"]
 
 
 # The fakes take what vLLM takes.

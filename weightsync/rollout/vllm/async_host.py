@@ -18,7 +18,7 @@ from weightsync.rollout.vllm.host import (
     require_reset,
     with_refit_classes,
 )
-from weightsync.rollout.vllm.host_state import STATUS_CHANGING, HostState
+from weightsync.rollout.vllm.host_state import STATUS_CHANGING, UPDATE, HostState
 from weightsync.rollout.vllm.resolving import resolve_async
 
 _LIVENESS_S = 0.5
@@ -51,14 +51,20 @@ class AsyncVllmEngineHost:
         self._timeout_s = rpc_timeout_s
         self._state = HostState(self.engine.vllm_config, rank_prefix)
         self._requests: set[str] = set()
+        self._pauses = 0
 
     async def checkpoint_engine_rpc_async(
         self, checkpoint_method: str, method_kwargs: dict[str, Any] | None = None
     ) -> list[dict[str, Any]]:
         """Run one method of the worker protocol on every rank; returns their outcomes in rank order."""
-        outcomes = await self._call_ranks(checkpoint_method, method_kwargs)
+        with self._state.writing(checkpoint_method):
+            outcomes = await self._call_ranks(checkpoint_method, method_kwargs)
         if checkpoint_method in STATUS_CHANGING and self._state.lost is None:
             self._state.learn(await self._call_ranks("refit_status", None))
+            if checkpoint_method == UPDATE and self._state.withheld and self._state.is_whole:
+                await (
+                    self._let_run()
+                )  # the driver gave the update up and resumed: nothing was written after all
         return outcomes
 
     async def refit_control(self, action: str, kwargs: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -98,8 +104,9 @@ class AsyncVllmEngineHost:
     async def control_pause(self, in_flight: str = "wait") -> None:
         """Let no request run: abort, drain or freeze those that do."""
         require_in_flight_mode(in_flight)
+        self._pauses += 1
+        self._state.pause(in_flight)
         await self.engine.pause_generation(mode=in_flight, clear_cache=False)
-        self._state.paused = in_flight
 
     async def control_release_kv_cache(self) -> None:
         """Give the KV cache's memory back where vLLM can."""
@@ -122,16 +129,17 @@ class AsyncVllmEngineHost:
         await self.engine.update_weight_version(str(version))
 
     async def control_resume(self) -> None:
-        """Let requests run again. A fenced engine stays paused, and its waiting requests are ended."""
-        if self._state.fenced is not None or self._state.dirty:
-            for request_id in list(self._requests):
-                await self.engine.abort(request_id)
+        """Let requests run again.
+
+        While the weights are not whole, or an update still runs, the engine stays paused, and waiting
+        requests are ended.
+        """
+        if self._state.is_whole:
+            await self._let_run()
             return
-        if self._state.kv_released:
-            await self.engine.wake_up(tags=["kv_cache"])
-            self._state.kv_released = False
-        await self.engine.resume_generation()
-        self._state.paused = None
+        self._state.withheld = True
+        for request_id in list(self._requests):
+            await self.engine.abort(request_id)
 
     async def control_assign_ranks(self, rank_prefix: int) -> None:
         """Learn the engine's first global rollout rank."""
@@ -145,6 +153,16 @@ class AsyncVllmEngineHost:
         """End vLLM's processes. The host is not used again."""
         self._state.lose("it was shut down")
         self.engine.shutdown()
+
+    async def _let_run(self) -> None:
+        pauses = self._pauses
+        if self._state.kv_released:
+            await self.engine.wake_up(tags=["kv_cache"])
+            self._state.kv_released = False
+        if self._pauses == pauses:
+            await self.engine.resume_generation()
+        if self._pauses == pauses:  # else the next refit has paused the engine meanwhile
+            self._state.paused, self._state.withheld = None, False
 
     async def _call_ranks(self, method: str, kwargs: dict[str, Any] | None) -> list[dict[str, Any]]:
         try:

@@ -65,7 +65,8 @@ class VllmEngineHost:
         self, checkpoint_method: str, method_kwargs: dict[str, Any] | None = None
     ) -> list[dict[str, Any]]:
         """Run one method of the worker protocol on every rank; returns their outcomes in rank order."""
-        outcomes = self._call_ranks(checkpoint_method, method_kwargs)
+        with self._state.writing(checkpoint_method):
+            outcomes = self._call_ranks(checkpoint_method, method_kwargs)
         if checkpoint_method in STATUS_CHANGING and self._state.lost is None:
             self._state.learn(self._call_ranks("refit_status", None))
         return outcomes
@@ -97,7 +98,7 @@ class VllmEngineHost:
     def control_pause(self, in_flight: str = "wait") -> None:
         """Let no request begin, and wait for the one that runs: a synchronous engine cannot stop it."""
         require_in_flight_mode(in_flight)
-        self._state.paused = in_flight
+        self._state.pause(in_flight)
         if not self._running.acquire(timeout=self._timeout_s):
             raise DeadlineError(f"a running generate did not end in {self._timeout_s:g} s", phase="pause")
         self._running.release()

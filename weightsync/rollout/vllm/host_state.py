@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from weightsync.errors import (
@@ -14,9 +16,8 @@ from weightsync.errors import (
 )
 from weightsync.outcomes import Outcome
 
-STATUS_CHANGING = frozenset(
-    {"update_weights_from_checkpoint_engine", "commit_refit", "fence_refit", "init_checkpoint_engine"}
-)
+UPDATE = "update_weights_from_checkpoint_engine"
+STATUS_CHANGING = frozenset({UPDATE, "commit_refit", "fence_refit", "init_checkpoint_engine"})
 """Methods after which the host asks its ranks for their status."""
 
 
@@ -26,6 +27,14 @@ class HostState:
     Args:
         vllm_config: of the engine.
         rank_prefix: the engine's first global rollout rank.
+
+    Attributes:
+        paused: what a pause does with running requests, from its beginning to the resume; else `None`.
+        withheld: whether the last resume was refused, because the weights were not whole.
+        kv_released: whether the KV cache may have been given back.
+        fenced: why a rank must not serve, or `None`.
+        dirty: whether weights may have been written since the last commit: also while an update runs.
+        lost: why the engine does not answer any more, or `None`.
     """
 
     def __init__(self, vllm_config: Any, rank_prefix: int) -> None:
@@ -37,10 +46,17 @@ class HostState:
         self.world_size = int(parallel.world_size)
         self.rank_prefix = rank_prefix
         self.paused: str | None = None
+        self.withheld = False
         self.kv_released = False
         self.fenced: str | None = None
         self.dirty = False
         self.lost: str | None = None
+        self._updates = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the weights are those of one version, as far as the ranks said."""
+        return self.fenced is None and not self.dirty
 
     def describe(self) -> dict[str, int]:
         """Return ``{"world_size", "pid"}``."""
@@ -50,12 +66,29 @@ class HostState:
         """Learn the engine's first global rollout rank."""
         self.rank_prefix = rank_prefix
 
+    def pause(self, in_flight: str) -> None:
+        """Note that a pause begins. A later resume ends it, also if that overtakes the pause's own end."""
+        self.paused, self.withheld = in_flight, False
+
+    @contextmanager
+    def writing(self, method: str) -> Iterator[None]:
+        """Count the weights as written to while ``method`` is an update, and until the ranks deny it."""
+        if method != UPDATE:
+            yield
+            return
+        self.dirty = True
+        self._updates += 1
+        try:
+            yield
+        finally:
+            self._updates -= 1
+
     def learn(self, outcomes: list[dict[str, Any]]) -> None:
         """Take the ranks' answers to ``refit_status``."""
         answers = [Outcome.from_dict(outcome) for outcome in outcomes]
         reasons = [a.value["fenced"] if a.error is None else str(a.error) for a in answers]
         self.fenced = next((reason for reason in reasons if reason is not None), None)
-        self.dirty = any(a.error is None and a.value["dirty"] for a in answers)
+        self.dirty = bool(self._updates) or any(a.error is None and a.value["dirty"] for a in answers)
 
     def lose(self, reason: str) -> None:
         """Note that the engine does not answer any more. It has to be replaced."""
@@ -91,7 +124,7 @@ class HostState:
         """
         if self.lost is not None:
             raise self._lost_error(self.rank_prefix, "generate")
-        if self.fenced is not None or (self.dirty and self.paused is None):
+        if self.fenced is not None or (self.dirty and (self.paused is None or self.withheld)):
             reason = self.fenced or "a refit has begun and is not committed"
             raise WorkerFencedError(
                 f"this engine does not serve: {reason}; a complete refit is needed",
