@@ -49,6 +49,8 @@ class NixlTransport(BucketTransport):
         self._peer: _Peer | None = None
         self._connected: str | None = None
         """Name of the agent that NIXL holds a connection to."""
+        self._known: bytes | None = None
+        """The metadata that it holds of that agent."""
         self._broken = False
 
     def allocate(self, bucket_size: int) -> list[torch.Tensor]:
@@ -159,15 +161,28 @@ class NixlTransport(BucketTransport):
     def _connect(self, peer: _Peer) -> None:
         if self._connected not in {None, peer.agent}:
             self._drop_connection()
-        self._connected = self._require_agent().add_peer(peer.metadata)
+        self._connected, self._known = self._learn(peer), peer.metadata
         if self._connected != peer.agent:
             self._drop_connection()
             raise ValueError("they are another agent's")
 
+    def _learn(self, peer: _Peer) -> str:
+        agent = self._require_agent()
+        try:
+            return agent.add_peer(peer.metadata)
+        except TransportError:
+            if self._known in {None, peer.metadata}:
+                raise
+        # NIXL refuses an address whose key has changed: a buffer that was registered anew for RDMA. Only then
+        # is the connection given up: without RDMA new buffers are accepted, and each new connection costs a
+        # socket that UCX does not close.
+        self._drop_connection()
+        return agent.add_peer(peer.metadata)
+
     def _drop_connection(self) -> None:
         if self._connected is not None and self._agent is not None:
             self._agent.remove_peer(self._connected)
-        self._connected, self._broken = None, False
+        self._connected, self._known, self._broken = None, None, False
 
     def _require_agent(self) -> NixlAgent:
         if self._agent is None:
