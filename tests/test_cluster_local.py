@@ -75,6 +75,7 @@ def test_ranks_are_right_after_a_connection_that_failed_on_some_of_them():
 def test_control_gives_one_outcome_for_each_host():
     group = LocalRolloutGroup([ScriptedEngineHost(2), ScriptedEngineHost(3)])
     assert ask(group.control("pause", {"in_flight": "keep"})).of("rollout") == {0: None, 2: None}
+    assert ask(group.control("resume", only={2})).of("rollout") == {2: None}
 
 
 def test_each_worker_gets_its_own_arguments():

@@ -403,8 +403,9 @@ def test_a_failure_in_any_phase_is_one_error_and_requests_resume(method, phase, 
     assert (error.context.side, error.context.rank, error.context.phase) == ("rollout", 1, phase)
     assert "raise error" in "".join(error.__cause__.__notes__)
     for host in ("host 0", "host 1"):
-        assert job.log.count("resume", host) == 1
-        assert job.steps_of(host)[-1] == "resume"
+        resumes = 0 if (host, method) == ("host 1", "reset_caches") else 1
+        assert job.log.count("resume", host) == resumes
+        assert job.steps_of(host)[-1] == "resume" or not resumes
         assert job.log.count("reset_caches", host) == (1 if began else 0)
     assert job.log.count("publish_version", "host 0") == (1 if method == "publish_version" else 0)
     assert job.synchronizer.weight_version == 1
@@ -498,6 +499,75 @@ def test_an_action_that_returns_false_is_a_failure(action):
     error = job.fail()
     assert f"at rollout rank 1: WeightSyncError: {action} returned False" in str(error)
     assert job.synchronizer.is_stale
+
+
+@pytest.mark.parametrize("broken", [raising(ValueError("blocks in use")), lambda kwargs: False])
+@pytest.mark.parametrize("commits", [True, False])
+def test_a_host_whose_caches_were_not_reset_stays_paused_until_they_are(broken, commits):
+    job = Job()
+    job.synchronizer.sync_weights()
+    job.log.clear()
+    job.hosts[1].script["reset_caches"] = broken
+    if not commits:
+        job.policy[0].script[SEND] = raising(OSError("no gather"))
+    error = job.fail()
+    assert job.log.count("reset_caches", "host 1") == 1
+    assert (job.log.count("resume", "host 0"), job.log.count("resume", "host 1")) == (1, 0)
+    if commits:
+        assert "rollout rank 0 serving version 2; rollout ranks 1, 2 paused with version 2, serving" in str(
+            error
+        )
+        assert error.serving == {0: 2, 1: None, 2: None}
+    assert "call sync_weights again" in str(error)
+
+    # A refit that fails before its own reset does not let it resume either.
+    job.policy[0].script["open_refit"] = raising(OSError("no room"))
+    error = job.fail()
+    assert (job.log.count("resume", "host 0"), job.log.count("resume", "host 1")) == (2, 0)
+    if commits:
+        assert "rollout ranks 1, 2 paused with version 2, serving nothing until a refit has reset" in str(
+            error
+        )
+
+    job.policy[0].script.clear()
+    job.hosts[1].script.clear()
+    assert job.synchronizer.sync_weights().rollout[2].rank == 2
+    assert (job.log.count("resume", "host 0"), job.log.count("resume", "host 1")) == (3, 1)
+
+
+def test_when_no_caches_were_reset_nothing_resumes():
+    job = Job()
+    for host in job.hosts:
+        host.script["reset_caches"] = raising(ValueError("blocks in use"))
+    assert job.fail().serving == {0: None, 1: None, 2: None}
+    assert job.log.count("resume") == 0
+
+
+def test_an_interrupted_reset_is_done_again_before_requests_resume(monkeypatch):
+    job = Job()
+    interrupts = iter([True])
+
+    def interrupted(phase, heard, awaited):
+        if phase == "reset" and next(interrupts, False):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(job.synchronizer._crew, "_listener", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        job.synchronizer.sync_weights()
+    assert job.log.count("reset_caches", "host 1") == 2
+    assert job.log.count("resume", "host 1") == 1
+
+
+def test_a_version_that_only_some_engines_report_is_said():
+    job = Job()
+    job.hosts[1].script["publish_version"] = raising(ValueError("no such metric"))
+    error = job.fail()
+    assert (
+        "All ranks hold version 1, but only the engine of rollout rank 0 reports it; that of rollout rank 1 "
+        "may still report an earlier one" in str(error)
+    )
+    assert error.serving == {0: 1, 1: 1, 2: 1}
+    assert job.log.count("resume", "host 0") == job.log.count("resume", "host 1") == 1
 
 
 def test_a_failed_resume_after_everything_else_says_that_the_version_is_served():

@@ -54,6 +54,11 @@ class Crew:
         rollout: the receivers.
         grace_s: seconds that the others have to report once one rank has failed.
         listener: told about progress.
+
+    Attributes:
+        lost: ranks whose worker died, and what is known of it.
+        stale: engine hosts, by first rank, whose caches may be of other weights than they hold: they must not
+            resume before their caches were reset.
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class Crew:
         self.policy = policy
         self.rollout = rollout
         self.lost: dict[RankId, ErrorRecord] = {}
+        self.stale: set[int] = set()
         self._grace_s = grace_s
         self._listener = listener
         self._overdue: list[PendingCall] = []
@@ -104,6 +110,10 @@ class Crew:
                 self.lost.update({RankId(call.side, rank): error for rank, error in died.items() if error})
             self._overdue = [call for call in self._overdue if call.outstanding]
         return self.busy()
+
+    def host_of(self, rank: int) -> int:
+        """Return the first rank of the engine host that a rollout rank belongs to."""
+        return max(prefix for prefix in self.rollout.rank_prefixes if prefix <= rank)
 
     def on_both(self, method: str, kwargs: Mapping[str, Any] | None = None) -> list[PendingCall]:
         """Start a call on every worker of both sides, receivers first."""

@@ -26,12 +26,21 @@ _ABOUT_A_PEER = {cls.__name__ for cls in (PeerLostError, DeadlineError, Transpor
 
 @dataclass(frozen=True)
 class Serving:
-    """What one rollout rank says that it serves; ``reached`` is false if it could not say."""
+    """What one rollout rank says that it serves; ``reached`` is false if it could not say.
+
+    ``held`` is set where the engine host stays paused, because its caches may be of other weights.
+    """
 
     version: int | None = None
     dirty: bool = False
     fenced: str | None = None
     reached: bool = True
+    held: bool = False
+
+    @property
+    def served_version(self) -> int | None:
+        """The version that requests get; `None` for the starting weights, and where none run."""
+        return None if self.held else self.version
 
     @classmethod
     def from_status(cls, status: Any) -> Serving:
@@ -47,6 +56,11 @@ class Serving:
             return "fenced, serving nothing until a complete refit"
         if self.dirty:
             return "partly written and not fenced, must not serve"
+        if self.held:
+            return (
+                f"paused with {'the starting weights' if self.version is None else f'version {self.version}'}, "
+                "serving nothing until a refit has reset its caches"
+            )
         return "serving the starting weights" if self.version is None else f"serving version {self.version}"
 
 
@@ -82,6 +96,7 @@ def refit_error(
     busy: Iterable[RankId],
     serving: Mapping[int, Serving] | None = None,
     afterwards: Sequence[Failure] = (),
+    notes: Sequence[str] = (),
     remedy: str = "call sync_weights again",
 ) -> tuple[RefitError, WeightSyncError]:
     """Compose the error and its cause.
@@ -93,6 +108,7 @@ def refit_error(
         busy: ranks that have not answered yet.
         serving: what each rollout rank serves now.
         afterwards: what failed while cleaning up; never the cause.
+        notes: further sentences about the state that the failure leaves.
         remedy: what helps when every worker is alive.
     """
     lost, busy = sorted(set(lost)), sorted(set(busy) - set(lost))
@@ -104,6 +120,7 @@ def refit_error(
         f"{attempt} failed in phase {first.record.context.phase or 'unknown'} at {first.who}: "
         f"{first.record.kind}: {first.record.message}",
         _others(ordered[1:]),
+        *notes,
         _serving_text(serving or {}),
         _advice(lost, busy, _unreached(serving or {}), remedy),
     ]
@@ -111,7 +128,7 @@ def refit_error(
     error = RefitError(
         ". ".join(sentence.rstrip(". ") for sentence in sentences if sentence),
         failures=tuple(failure.record for failure in ordered),
-        serving={rank: state.version for rank, state in (serving or {}).items()},
+        serving={rank: state.served_version for rank, state in (serving or {}).items()},
         side=first.who.side,
         rank=first.who.rank,
         phase=where.phase,

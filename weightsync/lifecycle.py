@@ -2,7 +2,8 @@
 
 pause -> release the KV cache -> open the refit everywhere -> send and receive at once -> commit ->
 reset caches -> publish the version -> resume. Whatever fails, the rollout ranks that were written to and
-not committed are fenced, caches are reset once, and requests resume.
+not committed are fenced, caches are reset once, and requests resume; but not on a host whose caches could
+not be reset: it stays paused until a later refit has reset them.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from weightsync.cluster.base import Answers, Failure, PendingCall, RankId, driver_failure
 from weightsync.config import RefitLifecycle
 from weightsync.crew import Crew, Deadline, StepError, require_complete
 from weightsync.errors import ProtocolError, RefitError, WeightSyncError
-from weightsync.failures import Serving, refit_error
+from weightsync.failures import Serving, list_ranks, refit_error
 from weightsync.report import RankFigures, RefitReport
 
 _MAX_CLEANUP_STEPS = 6  # fence, status, reset, finalize, resume, and status once more
@@ -64,7 +65,9 @@ class Refit:
         self._seconds: dict[str, float] = {}
         self._figures: dict[str, tuple[RankFigures, ...]] = {}
         self._paused = self._committed = self._reset = False
+        self._stale_before = frozenset(crew.stale)
         self._afterwards: list[Failure] = []
+        self._notes: list[str] = []
 
     def run(self) -> RefitReport:
         """Run all steps.
@@ -101,12 +104,13 @@ class Refit:
         self._control("pause", "pause", {"in_flight": self._settings.in_flight})
         self._control("release", "release_kv_cache")
         self._require("open", *crew.on_both("open_refit", {"epoch": self._plan.epoch, "version": version}))
+        crew.stale.update(crew.rollout.rank_prefixes)
         self.began = True
         self._transfer()
         self._commit(version)
-        self._reset = True
-        self._control("reset", "reset_caches")
-        self._control("publish", "publish_version", {"version": version})
+        with self._timed("reset"):
+            _fail_for(self._reset_caches(self._deadline.left_s()), "reset")
+        self._publish()
         self.published = True
         if self._plan.release:
             self._require("finalize", *crew.on_both("finalize_checkpoint_engine"))
@@ -139,9 +143,29 @@ class Refit:
 
     def _control(self, phase: str, action: str, kwargs: Mapping[str, Any] | None = None) -> None:
         answers = self._require(phase, self._crew.rollout.control(action, kwargs))
-        refused = refusals(answers, phase, action)
-        if refused:
-            raise StepError(phase, refused)
+        _fail_for(refusals(answers, phase, action), phase)
+
+    def _reset_caches(self, timeout_s: float) -> list[Failure]:
+        """Reset the caches of every host, note which are reset, and return the failures of the others."""
+        answers = self._crew.hear("reset", self._crew.rollout.control("reset_caches"), timeout_s=timeout_s)
+        self._reset = True
+        self._crew.stale -= {who.rank for who, value in answers.values.items() if value is not False}
+        return [*answers.failures, *refusals(answers, "reset", "reset_caches")]
+
+    def _publish(self) -> None:
+        version = self._plan.version
+        with self._timed("publish"):
+            call = self._crew.rollout.control("publish_version", {"version": version})
+            answers = self._crew.hear("publish", call, timeout_s=self._deadline.left_s())
+        failures = [*answers.failures, *refusals(answers, "publish", "publish_version")]
+        did_not = {failure.who for failure in failures}
+        did = set(answers.values) - did_not
+        if failures and did:
+            self._notes.append(
+                f"All ranks hold version {version}, but only the engine of {list_ranks(did)} reports it; "
+                f"that of {list_ranks(did_not)} may still report an earlier one"
+            )
+        _fail_for(failures, "publish")
 
     def _require(self, phase: str, *calls: PendingCall) -> Answers:
         with self._timed(phase):
@@ -161,29 +185,38 @@ class Refit:
         if self.began and not self._committed:
             self._clean_up("fence", crew.rollout.submit("fence_refit", {"reason": reason}))
         self.serving = ask_serving(crew, self._cleanup_left_s())
-        if self.began and not self._reset and self._wrote():
-            self._reset = True
-            answers = self._clean_up("reset", crew.rollout.control("reset_caches"))
-            self._afterwards.extend(refusals(answers, "reset", "reset_caches"))
+        if self.began and not self._reset:
+            wrote = self._hosts_written()
+            crew.stale.intersection_update(wrote | self._stale_before)
+            if wrote:
+                self._afterwards.extend(self._reset_caches(self._cleanup_left_s()))
         if self._plan.release and self.began:
             self._clean_up("finalize", *crew.on_both("finalize_checkpoint_engine"))
 
-    def _wrote(self) -> bool:
-        """Whether any rollout rank may hold bytes of this refit."""
-        return any(
-            not state.reached
+    def _hosts_written(self) -> set[int]:
+        """Return the hosts with a rank that may hold bytes of this refit."""
+        return {
+            self._crew.host_of(rank)
+            for rank, state in self.serving.items()
+            if not state.reached
             or state.dirty
             or state.fenced is not None
             or state.version == self._plan.version
-            for state in self.serving.values()
-        )
+        }
 
     def _resume(self) -> None:
         if not self._paused:
             return
         with self._timed("resume"):
-            answers = self._clean_up("resume", self._crew.rollout.control("resume"))
+            answers = self._clean_up("resume", *self._resuming())
         self._afterwards.extend(refusals(answers, "resume", "resume"))
+
+    def _resuming(self) -> list[PendingCall]:
+        rollout, stale = self._crew.rollout, self._crew.stale
+        if not stale:
+            return [rollout.control("resume")]
+        fit = set(rollout.rank_prefixes) - stale
+        return [rollout.control("resume", only=fit)] if fit else []
 
     def _clean_up(self, phase: str, *calls: PendingCall) -> Answers:
         answers = self._crew.hear(phase, *calls, timeout_s=self._cleanup_left_s())
@@ -198,6 +231,10 @@ class Refit:
     def _error(self, failures: list[Failure]) -> tuple[RefitError, WeightSyncError]:
         if not self.serving:
             self.serving = ask_serving(self._crew, self._cleanup_left_s())
+        self.serving = {
+            rank: replace(state, held=self._paused and self._crew.host_of(rank) in self._crew.stale)
+            for rank, state in self.serving.items()
+        }
         return refit_error(
             str(self._plan),
             failures or self._afterwards,
@@ -205,7 +242,13 @@ class Refit:
             lost=self._crew.lost,
             busy=self._crew.busy(),
             serving=self.serving,
+            notes=self._notes,
         )
+
+
+def _fail_for(failures: list[Failure], phase: str) -> None:
+    if failures:
+        raise StepError(phase, failures)
 
 
 def refusals(answers: Answers, phase: str, action: str) -> list[Failure]:

@@ -30,8 +30,8 @@ Inference servers behind HTTP, each with ``tp`` ranks::
         def submit(self, method, kwargs=None, *, each=None):   # a server answers with a list of outcomes
             return self._post("/checkpoint_engine_rpc", method, kwargs, each)
 
-        def control(self, action, kwargs=None):                # ... and here with one
-            return self._post("/refit_control", action, kwargs, None)
+        def control(self, action, kwargs=None, *, only=None):  # ... and here with one; `only` chooses servers
+            return self._post("/refit_control", action, kwargs, None, only)
 
 (JSON cannot carry the bytes of an engine's metadata: encode the body as msgpack.) A connection that is
 refused or reset becomes `lost_outcome`, and its ranks join ``PendingCall.lost``.
@@ -40,7 +40,7 @@ refused or reset becomes `lost_outcome`, and its ranks join ``PendingCall.lost``
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -118,8 +118,21 @@ class RolloutGroup(WorkerGroup, Protocol):
     def rank_prefixes(self) -> tuple[int, ...]:
         """The first global rollout rank of each engine host, in order, starting at 0."""
 
-    def control(self, action: str, kwargs: Mapping[str, Any] | None = None) -> PendingCall:
-        """Start ``refit_control(action, kwargs)`` on every engine host; one outcome for each host."""
+    def control(
+        self,
+        action: str,
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        only: Collection[int] | None = None,
+    ) -> PendingCall:
+        """Start ``refit_control(action, kwargs)`` on every engine host; one outcome for each host.
+
+        Args:
+            action: of the worker protocol.
+            kwargs: its keyword arguments, plain data.
+            only: the hosts to call, by their first rank; by default all. Given for ``resume`` alone, when
+                some hosts must stay paused.
+        """
 
 
 def lost_outcome(side: str, rank: int, message: str) -> Outcome:

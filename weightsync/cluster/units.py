@@ -7,7 +7,7 @@ here turn these into outcomes with global ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Protocol
@@ -195,13 +195,15 @@ class UnitGroup:
         method: str,
         kwargs: Mapping[str, Any] | None,
         each: Sequence[Mapping[str, Any]] | None,
+        only: Collection[int] | None = None,
     ) -> UnitCall:
+        units = [unit for unit in self._units if only is None or unit.ranks[0] in only]
         requests = [
             Request(unit, entry, method, {**(kwargs or {}), **(each[unit.index] if each else {})})
-            for unit in self._units
+            for unit in units
         ]
         source = self._caller.start(requests)
-        return UnitCall(self.side, self._units, source, per_unit=entry == "refit_control")
+        return UnitCall(self.side, units, source, per_unit=entry == "refit_control")
 
 
 class HostGroup(UnitGroup):
@@ -225,9 +227,15 @@ class HostGroup(UnitGroup):
         """The first global rollout rank of each host."""
         return tuple(unit.ranks[0] for unit in self._units)
 
-    def control(self, action: str, kwargs: Mapping[str, Any] | None = None) -> PendingCall:
+    def control(
+        self,
+        action: str,
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        only: Collection[int] | None = None,
+    ) -> PendingCall:
         """Start ``refit_control(action, kwargs)`` on every host; see `RolloutGroup.control`."""
-        return self._start("refit_control", action, kwargs, None)
+        return self._start("refit_control", action, kwargs, None, only)
 
     def _join(self, startup_s: float) -> None:
         """Learn how many ranks each host has and tell it its first one."""
