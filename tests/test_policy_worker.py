@@ -267,10 +267,47 @@ def test_init_is_idempotent_and_others_are_refused():
     assert error_of(worker.rpc(SEND)).kind == "LifecycleError"
 
 
-def test_an_engine_that_will_not_close_is_given_up_all_the_same():
-    worker, _ = ready(fail_close=True)
+def test_an_engine_that_will_not_close_is_kept_and_closed_later():
+    worker, engine = ready(fail_close=True)
     assert error_of(worker.rpc("close_checkpoint_engine")).message == "would not close"
+    assert error_of(worker.rpc(SEND)).kind == "LifecycleError"
+    engine.fail_close = False
     assert worker.rpc("close_checkpoint_engine")["value"] is None
+    assert [name for name, _ in engine.calls].count("close") == 2
+
+
+def test_no_engine_is_made_beside_one_that_will_not_close():
+    worker, engine = ready(fail_close=True)
+    worker.rpc("close_checkpoint_engine")
+    arguments = {"backend": BACKEND, "bucket_size_bytes": 1 << 20, "engine_kwargs": {"fail_close": True}}
+    made = len(RecordingEngine.made)
+    assert error_of(worker.rpc("init_checkpoint_engine", **arguments)).message == "would not close"
+    assert len(RecordingEngine.made) == made
+    engine.fail_close = False
+    assert worker.rpc("init_checkpoint_engine", **arguments)["value"] is None
+    assert RecordingEngine.made[-1] is not engine
+
+
+def test_a_close_ends_a_send_that_runs_in_another_thread():
+    worker, engine = ready()
+    inside, closed = threading.Event(), threading.Event()
+
+    async def hanging(weights):
+        inside.set()
+        while not closed.is_set():
+            await asyncio.sleep(0.01)
+        raise LifecycleError("the engine was closed during a refit")
+
+    engine.send_weights, engine.close = hanging, closed.set
+    first: list[dict] = []
+    thread = threading.Thread(target=lambda: first.append(worker.rpc(SEND)))
+    thread.start()
+    assert inside.wait(20)
+    assert worker.rpc("close_checkpoint_engine")["value"] is None
+    thread.join(20)
+    assert error_of(first[0]).message == "the engine was closed during a refit"
+    assert worker.events[-1] == "finish"
+    assert "no checkpoint engine" in error_of(worker.rpc(SEND)).message
 
 
 def test_default_stream_says_what_to_implement():
@@ -299,7 +336,7 @@ def test_a_second_send_while_one_runs():
     thread.start()
     try:
         assert inside.wait(20)
-        for method in (SEND, "close_checkpoint_engine", "prepare_checkpoint_engine"):
+        for method in (SEND, "finalize_checkpoint_engine", "prepare_checkpoint_engine"):
             record = error_of(worker.rpc(method))
             assert record.kind == "LifecycleError"
             assert f"{method} while {SEND} is running" in record.message

@@ -26,19 +26,26 @@ SESSION_METHODS = (
 )
 """The methods of the worker protocol that a session answers."""
 
+_SEND_ENDS_S = 15.0
+
 POLICY_METHODS = (*SESSION_METHODS[:5], SEND, *SESSION_METHODS[5:])
 """Every method of the worker protocol that a policy worker answers."""
 
 
 class PolicySession:
-    """Holds the engine of one policy worker. Methods may be called from any thread; they never overlap."""
+    """Holds the engine of one policy worker. Methods may be called from any thread.
+
+    They never overlap: while one runs, the others are refused. Only a close may come during a send, and ends it.
+    """
 
     def __init__(self) -> None:
         self._engine: CheckpointEngine | None = None
         self._made_with: tuple[str, int, dict[str, Any]] | None = None
         self._connected = False
+        self._closing = False
         self._busy = threading.Lock()
         self._running = ""
+        self._thread: int | None = None
 
     def checkpoint_engine_total_memory_bytes(self, device: str) -> int:
         """Return the bytes of GPU memory, or of host memory for ``"cpu"``."""
@@ -51,9 +58,12 @@ class PolicySession:
 
         Raises:
             LifecycleError: an engine with other settings is there; close it first.
+            Exception: an earlier engine could not be closed, and still cannot.
         """
         wanted = (backend, bucket_size_bytes, copy.deepcopy(engine_kwargs or {}))
         with self._exclusive("init_checkpoint_engine"):
+            if self._closing:
+                self._close_engine()
             if self._engine is None:
                 self._engine = create_checkpoint_engine(
                     backend, bucket_size_bytes=bucket_size_bytes, engine_kwargs=engine_kwargs or {}
@@ -102,23 +112,46 @@ class PolicySession:
                 self._engine.finalize()
 
     def close_checkpoint_engine(self) -> None:
-        """Give the engine back; another can be made afterwards. Nothing to do without an engine."""
-        with self._exclusive("close_checkpoint_engine"):
-            engine, self._engine, self._made_with, self._connected = self._engine, None, None, False
-            if engine is not None:
-                engine.close()
+        """Give the engine back; another can be made afterwards. Nothing to do without an engine.
+
+        A send that runs in another thread is aborted first.
+
+        Raises:
+            LifecycleError: another call is running, or the send does not end.
+            Exception: the engine could not be closed. It is kept, and can be closed again.
+        """
+        engine = self._engine
+        aborted = engine is not None and self._running == SEND
+        if aborted and engine is not None:
+            engine.close()
+        with self._exclusive("close_checkpoint_engine", wait_s=_SEND_ENDS_S if aborted else 0.0):
+            if not aborted or engine is not self._engine:
+                self._close_engine()
+            else:
+                self._forget_engine()
+
+    def _close_engine(self) -> None:
+        self._closing, self._connected = True, False
+        if self._engine is not None:
+            self._engine.close()
+        self._forget_engine()
+
+    def _forget_engine(self) -> None:
+        self._engine, self._made_with, self._connected, self._closing = None, None, False, False
 
     @contextmanager
-    def _exclusive(self, method: str) -> Iterator[None]:
-        if not self._busy.acquire(blocking=False):
+    def _exclusive(self, method: str, wait_s: float = 0.0) -> Iterator[None]:
+        # What runs in this very thread, on its event loop, cannot end while this call waits.
+        wait_s = 0.0 if self._thread == threading.get_ident() else wait_s
+        if not self._busy.acquire(timeout=wait_s):
             raise LifecycleError(
                 f"{method} while {self._running or 'another call'} is running on this worker"
             )
         try:
-            self._running = method
+            self._running, self._thread = method, threading.get_ident()
             yield
         finally:
-            self._running = ""
+            self._running, self._thread = "", None
             self._busy.release()
 
     def _require_engine(self) -> CheckpointEngine:
