@@ -7,17 +7,19 @@ import inspect
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from weightsync.errors import WorkerFencedError
+from weightsync.errors import DeadlineError, WorkerFencedError
 from weightsync.outcomes import Outcome
 from weightsync.rollout.vllm import async_host, host
 from weightsync.rollout.vllm.async_host import AsyncVllmEngineHost
 from weightsync.rollout.vllm.host import VllmEngineHost
+from weightsync.rollout.vllm.turns import Turns
 
 ROOT = Path(__file__).parent.parent
 UPDATE = "update_weights_from_checkpoint_engine"
@@ -100,6 +102,10 @@ class FakeLLM(FakeEngineState):
 
     def wake_up(self, tags=None):
         return self.wake(tags)
+
+    def update_weight_version(self, new_version):
+        with self.alone():
+            self.note("update_weight_version")
 
     def alone(self):
         if not self.inside.acquire(blocking=False):
@@ -375,6 +381,72 @@ def test_a_synchronous_engine_is_dirty_while_it_is_updated(llm):
     assert engine_host.generate([1]) == ["text"]
 
 
+# Requests and calls from several threads.
+
+
+def test_calls_wait_for_a_running_generate(llm):
+    engine_host, running, end = VllmEngineHost(llm=llm), threading.Event(), threading.Event()
+
+    def generate():
+        running.set()
+        assert end.wait(10)
+
+    llm.during["generate"] = generate
+    with ThreadPoolExecutor(3) as pool:
+        answer = pool.submit(engine_host.generate, [1])
+        assert running.wait(10)
+        call = pool.submit(engine_host.checkpoint_engine_rpc, "init_checkpoint_engine")
+        reset = pool.submit(engine_host.refit_control, "publish_version", {"version": 1})
+        assert wait([call, reset], 0.1).done == set()
+        end.set()
+        assert answer.result(10) == ["text"]
+        assert value(call.result(10)[0]) is None
+        assert value(reset.result(10)) is None
+    assert llm.calls[0] == "generate"
+
+
+def test_a_generate_that_does_not_end_makes_no_engine_lost(llm):
+    engine_host, running, end = (
+        VllmEngineHost(llm=llm, rpc_timeout_s=0.1),
+        threading.Event(),
+        threading.Event(),
+    )
+
+    def generate():
+        running.set()
+        assert end.wait(10)
+
+    llm.during["generate"] = generate
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(engine_host.generate, [1])
+        assert running.wait(10)
+        [outcome] = engine_host.checkpoint_engine_rpc(UPDATE)
+        failed = error(outcome)
+        assert (failed.kind, failed.context.phase, failed.context.rank) == ("DeadlineError", UPDATE, 0)
+        assert error(engine_host.refit_control("pause")).kind == "DeadlineError"
+        control(engine_host, "resume")
+        end.set()
+        answer.result(10)
+    assert engine_host.generate([1]) == ["text"]
+    assert UPDATE not in llm.calls
+
+
+def test_turns_are_given_in_order():
+    turns, order, ready = Turns(), [], threading.Event()
+
+    def one(name):
+        with turns.take(10, name):
+            order.append(name)
+
+    with ThreadPoolExecutor(3) as pool, turns.take(None, "first"):
+        with pytest.raises(DeadlineError, match=r"0\.01 s"), turns.take(0.01, "late"):
+            pytest.fail("two hold the turn")
+        for name in "abc":
+            pool.submit(one, name)
+            ready.wait(0.05)
+    assert order == ["a", "b", "c"]
+
+
 # The fakes take what vLLM takes.
 
 
@@ -409,5 +481,5 @@ def test_the_fakes_take_what_vllm_takes():
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("checked FakeLLM.") == 5
+    assert done.stdout.count("checked FakeLLM.") == 6
     assert done.stdout.count("checked FakeAsyncLLM.") == 7

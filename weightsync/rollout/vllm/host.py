@@ -25,6 +25,7 @@ from weightsync.rollout.vllm.arguments import RefitSettings, configure_vllm_kwar
 from weightsync.rollout.vllm.cpu import enable_amx, is_cpu_platform
 from weightsync.rollout.vllm.host_state import STATUS_CHANGING, HostState
 from weightsync.rollout.vllm.resolving import resolve
+from weightsync.rollout.vllm.turns import Turns
 
 _LIVENESS_S = 0.5
 
@@ -59,16 +60,20 @@ class VllmEngineHost:
         self.llm = llm
         self._timeout_s = rpc_timeout_s
         self._state = HostState(llm.llm_engine.vllm_config, rank_prefix)
-        self._running = threading.Lock()
+        self._turns = Turns()  # vLLM's synchronous client serves one thread at a time
 
     def checkpoint_engine_rpc(
         self, checkpoint_method: str, method_kwargs: dict[str, Any] | None = None
     ) -> list[dict[str, Any]]:
         """Run one method of the worker protocol on every rank; returns their outcomes in rank order."""
-        with self._state.writing(checkpoint_method):
-            outcomes = self._call_ranks(checkpoint_method, method_kwargs)
-        if checkpoint_method in STATUS_CHANGING and self._state.lost is None:
-            self._state.learn(self._call_ranks("refit_status", None))
+        try:
+            with self._turns.take(self._timeout_s, checkpoint_method):
+                with self._state.writing(checkpoint_method):
+                    outcomes = self._call_ranks(checkpoint_method, method_kwargs)
+                if checkpoint_method in STATUS_CHANGING and self._state.lost is None:
+                    self._state.learn(self._call_ranks("refit_status", None))
+        except DeadlineError as error:  # busy, not lost
+            return self._state.failed_outcomes(error, checkpoint_method)
         return outcomes
 
     def refit_control(self, action: str, kwargs: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -91,7 +96,7 @@ class VllmEngineHost:
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """``LLM.generate``, refused while the engine must not serve; see `require_serving`."""
-        with self._running:
+        with self._turns.take(None, "generate"):
             self.require_serving()
             return self.llm.generate(*args, **kwargs)
 
@@ -99,9 +104,8 @@ class VllmEngineHost:
         """Let no request begin, and wait for the one that runs: a synchronous engine cannot stop it."""
         require_in_flight_mode(in_flight)
         self._state.pause(in_flight)
-        if not self._running.acquire(timeout=self._timeout_s):
-            raise DeadlineError(f"a running generate did not end in {self._timeout_s:g} s", phase="pause")
-        self._running.release()
+        with self._turns.take(self._timeout_s, "pause"):
+            pass
 
     def control_release_kv_cache(self) -> None:
         """Give the KV cache's memory back where vLLM can."""
@@ -149,7 +153,11 @@ class VllmEngineHost:
         method = control_method(self, action)
         if action in ("describe", "assign_ranks", "pause"):
             return method(**kwargs)
-        return self._bounded(action, lambda: method(**kwargs))
+        if action == "resume" and not self._state.kv_released:
+            # Nothing to ask of vLLM: also while a request runs whose end a pause was not waited for.
+            return self._bounded(action, lambda: method(**kwargs))
+        with self._turns.take(self._timeout_s, action):
+            return self._bounded(action, lambda: method(**kwargs))
 
     def _call_ranks(self, method: str, kwargs: dict[str, Any] | None) -> list[dict[str, Any]]:
         def call() -> Any:

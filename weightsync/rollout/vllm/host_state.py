@@ -12,6 +12,7 @@ from weightsync.errors import (
     DeadlineError,
     ErrorRecord,
     PeerLostError,
+    WeightSyncError,
     WorkerFencedError,
 )
 from weightsync.outcomes import Outcome
@@ -112,6 +113,15 @@ class HostState:
         ranks = range(self.rank_prefix, self.rank_prefix + self.world_size)
         return [
             Outcome(rank, error=ErrorRecord.from_exception(self._lost_error(rank, phase))).to_dict()
+            for rank in ranks
+        ]
+
+    def failed_outcomes(self, error: WeightSyncError, phase: str) -> list[dict[str, Any]]:
+        """Return an outcome with ``error`` for each rank of the engine."""
+        ranks = range(self.rank_prefix, self.rank_prefix + self.world_size)
+        record = ErrorRecord.from_exception
+        return [
+            Outcome(rank, error=record(error, side="rollout", rank=rank, phase=phase)).to_dict()
             for rank in ranks
         ]
 
