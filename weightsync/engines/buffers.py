@@ -7,11 +7,15 @@ is installed, since its blocks are not moved or split by torch's caching allocat
 from __future__ import annotations
 
 import importlib.util
+import logging
+from typing import Any
 
 import torch
 import torch.utils.dlpack
 
 from weightsync.errors import ConfigurationError
+
+_log = logging.getLogger(__name__)
 
 
 def require_device(device: str) -> torch.device:
@@ -28,17 +32,32 @@ def require_device(device: str) -> torch.device:
 
 
 def allocate_bucket(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return an uninitialised transfer buffer, shape ``(nbytes,)``, uint8."""
+    """Return an uninitialised transfer buffer, shape ``(nbytes,)``, uint8.
+
+    Raises:
+        ConfigurationError: CuPy is installed and fails, for another reason than that it sees no GPU.
+    """
     if device.type == "cpu":
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
     if importlib.util.find_spec("cupy") is not None:
-        return _allocate_with_cupy(nbytes, device)
+        try:
+            buffer = _allocate_with_cupy(nbytes, device)
+        except Exception as error:  # CuPy's own exceptions cannot be named where it does not import
+            raise ConfigurationError(
+                f"CuPy is installed and cannot allocate {nbytes} bytes on {device}: {error}; "
+                f"mend it, or uninstall it and the buffers come from torch"
+            ) from error
+        if buffer is not None:
+            return buffer
+        _log.warning("CuPy is installed and sees no GPU: the transfer buffer on %s comes from torch", device)
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
-def _allocate_with_cupy(nbytes: int, device: torch.device) -> torch.Tensor:
-    import cupy
-
+def _allocate_with_cupy(nbytes: int, device: torch.device) -> torch.Tensor | None:
+    """Return a block of CuPy's pool as a tensor; `None` where CuPy reports no usable device."""
+    cupy: Any = importlib.import_module("cupy")
+    if not cupy.cuda.is_available():
+        return None
     with cupy.cuda.Device(device.index):
         block = cupy.empty(nbytes, dtype=cupy.uint8)
     # The DLPack capsule keeps the CuPy block alive for as long as the tensor lives.

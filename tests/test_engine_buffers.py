@@ -1,0 +1,118 @@
+"""Transfer buffers on machines with a GPU, played: what is called there, and in which order."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import logging
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from weightsync.engines import buffers
+from weightsync.errors import ConfigurationError
+
+CUDA = torch.device("cuda", 3)
+
+
+class PlayedCupy(ModuleType):
+    """A CuPy that allocates in host memory, or fails as told."""
+
+    uint8 = torch.uint8
+
+    def __init__(self, calls: list, *, available: object = True, broken: Exception | None = None) -> None:
+        super().__init__("cupy")
+        self.__spec__ = importlib.machinery.ModuleSpec("cupy", None)
+        self._calls, self._available, self._broken = calls, available, broken
+        self.cuda = SimpleNamespace(is_available=self._is_available, Device=self._device)
+
+    def _is_available(self):
+        if isinstance(self._available, Exception):
+            raise self._available
+        return self._available
+
+    def _device(self, index):
+        calls = self._calls
+
+        class Device:
+            def __enter__(self):
+                calls.append(f"cupy enters {index}")
+
+            def __exit__(self, *_):
+                calls.append(f"cupy leaves {index}")
+
+        return Device()
+
+    def empty(self, nbytes, dtype):
+        if self._broken is not None:
+            raise self._broken
+        self._calls.append(f"cupy {nbytes}")
+        return torch.empty(nbytes, dtype=dtype)
+
+
+@pytest.fixture
+def calls() -> list:
+    return []
+
+
+@pytest.fixture
+def cupy(monkeypatch, calls):
+    def install(**how):
+        module = PlayedCupy(calls, **how)
+        monkeypatch.setitem(sys.modules, "cupy", module)
+        return module
+
+    return install
+
+
+@pytest.fixture
+def torch_empty(monkeypatch, calls):
+    real = torch.empty
+
+    def empty(nbytes, *, dtype, device):
+        calls.append(f"torch {nbytes} on {device}")
+        return real(nbytes, dtype=dtype)
+
+    monkeypatch.setattr(buffers.torch, "empty", empty)
+    yield
+    monkeypatch.undo()
+
+
+def test_cuda_buffers_come_from_cupy_where_it_is_installed(cupy, calls):
+    cupy()
+    buffer = buffers.allocate_bucket(64, CUDA)
+    assert (buffer.shape, buffer.dtype) == ((64,), torch.uint8)
+    assert calls == ["cupy enters 3", "cupy 64", "cupy leaves 3"]
+
+
+def test_a_cupy_that_sees_no_gpu_leaves_it_to_torch_and_says_so(cupy, calls, torch_empty, caplog):
+    cupy(available=False)
+    with caplog.at_level(logging.WARNING):
+        assert buffers.allocate_bucket(64, CUDA).numel() == 64
+    assert calls == ["torch 64 on cuda:3"]
+    assert [r.message for r in caplog.records] == [
+        "CuPy is installed and sees no GPU: the transfer buffer on cuda:3 comes from torch"
+    ]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"available": RuntimeError("driver too old")},
+        {"broken": MemoryError("driver too old")},
+    ],
+    ids=["while asked for devices", "while allocating"],
+)
+def test_any_other_trouble_of_cupy_is_a_configuration_error(cupy, how):
+    cupy(**how)
+    with pytest.raises(ConfigurationError, match=r"CuPy is installed and cannot .* driver too old; mend it"):
+        buffers.allocate_bucket(64, CUDA)
+
+
+def test_a_cupy_that_cannot_be_imported_is_a_configuration_error(monkeypatch, tmp_path):
+    (tmp_path / "cupy.py").write_text("raise ImportError('libcudart.so.12 is missing')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    with pytest.raises(ConfigurationError, match=r"libcudart\.so\.12 is missing"):
+        buffers.allocate_bucket(64, CUDA)
