@@ -479,6 +479,26 @@ def test_a_new_engine_keeps_what_is_served():
     assert error(rpc("open_refit", {"epoch": 1, "version": 8})).kind == "LifecycleError"
 
 
+def test_an_engine_that_could_not_be_closed_is_closed_again(monkeypatch):
+    worker, engine = connected(Net(0))
+    rpc, attempts = worker.checkpoint_engine_rpc, []
+
+    def close():
+        attempts.append("close")
+        if len(attempts) < 3:
+            raise OSError("busy")
+
+    monkeypatch.setattr(engine, "close", close)
+    assert error(rpc("close_checkpoint_engine")).message == "busy"
+    assert error(rpc("open_refit", {"epoch": 1, "version": 1})).kind == "LifecycleError"
+    again = {"backend": BACKEND, "bucket_size_bytes": 64}
+    assert error(rpc("init_checkpoint_engine", again)).message == "busy"
+    assert worker._endpoint.receiver.engine is engine
+    values(rpc("init_checkpoint_engine", again))
+    values(rpc("close_checkpoint_engine"))
+    assert len(attempts) == 3
+
+
 def test_the_async_entry_point():
     worker, engine = connected(Net(0))
     engine.stream = stream_of(Net(1))

@@ -135,11 +135,14 @@ class RolloutEndpoint:
             self._engine().finalize()
 
     def close_checkpoint_engine(self) -> None:
-        """Give back everything the engine holds. What is served stays as it is."""
+        """Give back everything the engine holds. What is served stays as it is.
+
+        If the engine fails at it, the next call tries again; until then no refit can be opened.
+        """
         if self._engine_ready:
-            engine = self._engine()
-            self._engine_ready, self._connected, self._opened = False, False, None
-            engine.close()
+            self._connected, self._opened = False, None
+            self._engine().close()
+            self._engine_ready = False
 
     def refit_status(self) -> dict[str, Any]:
         """Return ``{"version", "dirty", "fenced"}``."""

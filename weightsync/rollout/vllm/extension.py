@@ -172,6 +172,6 @@ class VllmInternalWorkerExtensionWithCheckpointEngine(VllmCheckpointEngineMixin,
     def cleanup(self) -> None:
         """Close the checkpoint engine and give back what refits hold in this worker."""
         if self._refit_endpoint is not None:
-            self._refit_endpoint.call("close_checkpoint_engine")
+            self._refit_endpoint.close_checkpoint_engine()
         self._refit_endpoint = None
         super().cleanup()
