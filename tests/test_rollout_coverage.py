@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weightsync.errors import ConfigurationError
 from weightsync.rollout.vllm.coverage import RankPlace, build_report, meta_tensors
+from weightsync.rollout.vllm.loader import VllmLoader
 from weightsync.rollout.vllm.regions import Cover, Region, first_index, last_index
 from weightsync.rollout.vllm.tracer import LoadTracer
 from weightsync.rollout.vllm.trial import _feed
@@ -218,11 +221,27 @@ def test_dtypes():
     assert report.casts["q"] == "bfloat16 to float32"
 
 
-def test_other_ranks_tensors_are_no_problem():
-    shapes = {**FULL, "layers.9.inv_freq": (2,), "experts.7.inv_freq": (2,)}
-    assert problems(report_of(shapes, place=RankPlace(pipeline_parallel=True))) == {}
-    shapes = {**FULL, "x.experts.7.inv_freq": (2,), "y.inv_freq": (2,)}
-    assert problems(report_of(shapes, place=RankPlace(expert_parallel=True))) == {"unused": ["y.inv_freq"]}
+def vllm_config(**parallel):
+    return SimpleNamespace(
+        quant_config=None,
+        speculative_config=None,
+        parallel_config=SimpleNamespace(
+            **{"pipeline_parallel_size": 1, "enable_expert_parallel": False, **parallel}
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("parallel", "instead"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size 1"),
+        ({"enable_expert_parallel": True}, "enable_expert_parallel=False"),
+    ],
+)
+def test_what_leaves_tensors_to_other_ranks_is_refused(parallel, instead):
+    VllmLoader(SimpleNamespace(vllm_config=vllm_config()))
+    with pytest.raises(ConfigurationError, match=f"in this version: start vLLM with {instead}"):
+        VllmLoader(SimpleNamespace(vllm_config=vllm_config(**parallel)))
 
 
 def test_empty_tensors_need_no_reading():

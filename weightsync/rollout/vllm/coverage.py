@@ -27,8 +27,6 @@ class RankPlace:
 
     tp_rank: int = 0
     tp_size: int = 1
-    pipeline_parallel: bool = False
-    expert_parallel: bool = False
 
     @property
     def reads_starts(self) -> bool:
@@ -39,10 +37,6 @@ class RankPlace:
     def reads_ends(self) -> bool:
         """Whether this rank's shards end where the tensors end."""
         return self.tp_rank == self.tp_size - 1
-
-    def may_skip(self, name: str) -> bool:
-        """Whether a tensor may rightly belong to other ranks alone."""
-        return self.pipeline_parallel or (self.expert_parallel and ".experts." in name)
 
 
 @dataclass
@@ -106,7 +100,7 @@ def _account_sources(
         if spec.name in report.refused or spec.name in transformed:
             continue
         if spec.name not in reads:
-            if spec.nbytes and not place.may_skip(spec.name):
+            if spec.nbytes:
                 report.unused.append(spec.name)
         elif reason := _unread(spec.shape, reads[spec.name], place):
             report.partly_read[spec.name] = f"{spec}: {reason}"

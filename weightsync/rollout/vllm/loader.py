@@ -171,6 +171,17 @@ def _require_supported(vllm_config: Any) -> None:
         raise ConfigurationError(
             "checkpoint-engine refit does not update draft models: start vLLM without a draft model"
         )
+    parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        raise ConfigurationError(
+            "checkpoint-engine refit does not cover pipeline parallel in this version: start vLLM with "
+            f"pipeline_parallel_size 1, not {parallel.pipeline_parallel_size}, and a larger tensor_parallel_size"
+        )
+    if parallel.enable_expert_parallel:
+        raise ConfigurationError(
+            "checkpoint-engine refit does not cover expert parallel in this version: start vLLM with "
+            "enable_expert_parallel=False; experts are then sharded by tensor_parallel_size"
+        )
 
 
 def _count(casts: dict[str, str]) -> dict[str, int]:

@@ -47,12 +47,8 @@ def rank_place(vllm_config: Any) -> RankPlace:
     """Return where this worker stands in its engine."""
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-    parallel = vllm_config.parallel_config
     return RankPlace(
-        tp_rank=get_tensor_model_parallel_rank(),
-        tp_size=parallel.tensor_parallel_size,
-        pipeline_parallel=parallel.pipeline_parallel_size > 1,
-        expert_parallel=parallel.enable_expert_parallel,
+        tp_rank=get_tensor_model_parallel_rank(), tp_size=vllm_config.parallel_config.tensor_parallel_size
     )
 
 
