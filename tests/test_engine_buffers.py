@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.machinery
 import logging
 import sys
+import weakref
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
+from tests.engine_crew import Crew, some_weights
 from weightsync.engines import buffers
 from weightsync.errors import ConfigurationError
 
@@ -116,3 +119,61 @@ def test_a_cupy_that_cannot_be_imported_is_a_configuration_error(monkeypatch, tm
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
     with pytest.raises(ConfigurationError, match=r"libcudart\.so\.12 is missing"):
         buffers.allocate_bucket(64, CUDA)
+
+
+# Giving back.
+
+
+@pytest.fixture
+def caches(monkeypatch, calls):
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("torch's cache"))
+    monkeypatch.setattr(
+        torch.accelerator, "empty_host_cache", lambda: calls.append("torch's host cache"), raising=False
+    )
+
+
+def test_cuda_memory_goes_back_to_the_driver(cupy, calls, caches):
+    module = cupy()
+    for pool in ("memory_pool", "pinned_memory_pool"):
+        freed = SimpleNamespace(free_all_blocks=lambda pool=pool: calls.append(pool))
+        setattr(module, f"get_default_{pool}", lambda freed=freed: freed)
+    buffers.give_back(CUDA)
+    assert calls == [
+        "cupy enters 3", "memory_pool", "cupy leaves 3", "pinned_memory_pool", "torch's cache",
+    ]  # fmt: skip
+
+
+def test_cuda_memory_of_torch_goes_back_where_cupy_is_not_used(monkeypatch, calls, caches):
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    buffers.give_back(CUDA)
+    assert calls == ["torch's cache"]
+
+
+def test_pinned_memory_goes_back_where_there_is_a_gpu(monkeypatch, calls, caches):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    buffers.give_back(torch.device("cpu"))
+    assert calls == ["torch's host cache"]
+
+
+def test_without_a_gpu_there_is_nothing_to_give_back(calls, caches):
+    buffers.give_back(torch.device("cpu"))
+    assert calls == []
+
+
+@pytest.mark.nixl
+def test_an_engine_gives_back_once_nothing_refers_to_its_buffers(monkeypatch):
+    alive: list[int] = []
+    freed = []
+
+    def gone(device):
+        gc.collect()
+        freed.append((device.type, sum(ref() is not None for ref in alive)))
+
+    monkeypatch.setattr("weightsync.engines.bucketed.give_back", gone)
+    with Crew(release_after_refit=True) as crew:
+        alive = [weakref.ref(buffer) for buffer in crew.policy[0]._buffers]
+        crew.refit(some_weights())
+        crew.policy[0].finalize()
+        assert freed == [("cpu", 0)]
+        crew.policy[0].finalize()
+        assert len(freed) == 1

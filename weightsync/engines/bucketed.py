@@ -15,6 +15,7 @@ import torch
 
 from weightsync.control import ControlHub, Deadlines
 from weightsync.engines.base import CheckpointEngine
+from weightsync.engines.buffers import give_back
 from weightsync.engines.calls import CallLock
 from weightsync.engines.lockstep import make_lockstep
 from weightsync.engines.metadata import WorkerMetadata, read_metadata
@@ -284,7 +285,10 @@ class BucketedCheckpointEngine(CheckpointEngine):
         self._close_session()
         if self._transport is not None:
             self._transport.release()
+        devices = {buffer.device for buffer in self._buffers}
         self._buffers = []
+        for device in devices:
+            give_back(device)
 
     def _close_session(self) -> None:
         if self._transport is not None:

@@ -1,4 +1,4 @@
-"""The one place that allocates transfer buffers, and the one that waits for a device.
+"""The one place that allocates and gives back transfer buffers, and the one that waits for a device.
 
 CPU buffers are page-locked where a GPU is present. CUDA buffers come from CuPy's memory pool where CuPy
 is installed, since its blocks are not moved or split by torch's caching allocator, else from torch.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import sys
 from typing import Any
 
 import torch
@@ -62,6 +63,34 @@ def _allocate_with_cupy(nbytes: int, device: torch.device) -> torch.Tensor | Non
         block = cupy.empty(nbytes, dtype=cupy.uint8)
     # The DLPack capsule keeps the CuPy block alive for as long as the tensor lives.
     return torch.utils.dlpack.from_dlpack(block)
+
+
+def give_back(device: torch.device) -> None:
+    """Return freed transfer buffers to the driver and the system: allocators keep them for themselves.
+
+    To be called once nothing refers to the buffers any more. Nothing to do on a machine without a GPU.
+    """
+    if device.type == "cuda":
+        _empty_cupy_pools(device)
+        torch.cuda.empty_cache()
+    elif torch.cuda.is_available():
+        _empty_host_cache()
+
+
+def _empty_cupy_pools(device: torch.device) -> None:
+    cupy: Any = sys.modules.get("cupy")
+    if cupy is not None and cupy.cuda.is_available():
+        with cupy.cuda.Device(device.index):
+            cupy.get_default_memory_pool().free_all_blocks()
+        cupy.get_default_pinned_memory_pool().free_all_blocks()
+
+
+def _empty_host_cache() -> None:
+    # Older releases of torch have it under a private name, or not at all.
+    empty: Any = getattr(torch.accelerator, "empty_host_cache", None)
+    empty = empty or getattr(torch._C, "_host_emptyCache", None)
+    if empty is not None:
+        empty()
 
 
 def synchronize(device: torch.device) -> None:
