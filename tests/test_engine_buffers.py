@@ -177,3 +177,57 @@ def test_an_engine_gives_back_once_nothing_refers_to_its_buffers(monkeypatch):
         assert freed == [("cpu", 0)]
         crew.policy[0].finalize()
         assert len(freed) == 1
+
+
+# Waiting for the device.
+
+
+class PlayedBuffer:
+    """A buffer whose device, and what is done to it, are told by the test."""
+
+    def __init__(self, calls: list, device: torch.device, *, pinned: bool = False) -> None:
+        self._calls, self.device, self._pinned = calls, device, pinned
+
+    def is_pinned(self) -> bool:
+        return self._pinned
+
+    def fill_(self, value: int) -> None:
+        self._calls.append(f"fill {value}")
+
+
+@pytest.fixture
+def devices(monkeypatch, calls):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append(f"wait for {device}"))
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: calls.append("wait for the accelerator"))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+
+
+def test_readers_of_a_cuda_buffer_are_waited_for(calls, devices):
+    buffers.await_readers(PlayedBuffer(calls, CUDA))
+    assert calls == ["wait for cuda:3"]
+
+
+def test_copies_from_a_pinned_buffer_are_waited_for(calls, devices):
+    buffers.await_readers(PlayedBuffer(calls, torch.device("cpu"), pinned=True))
+    assert calls == ["wait for the accelerator"]
+
+
+def test_nobody_copies_late_from_plain_memory(monkeypatch, calls, devices):
+    buffers.await_readers(PlayedBuffer(calls, torch.device("cpu")))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    buffers.await_readers(PlayedBuffer(calls, torch.device("cpu"), pinned=True))
+    assert calls == []
+
+
+def test_an_overwritten_cuda_buffer_is_overwritten_when_the_call_returns(calls, devices):
+    buffers.overwrite(PlayedBuffer(calls, CUDA), 255)
+    assert calls == ["fill 255", "wait for cuda:3"]
+
+
+@pytest.mark.nixl
+def test_a_slot_is_given_back_after_its_readers_and_the_overwriting(monkeypatch, calls):
+    monkeypatch.setattr("weightsync.engines.receiver.await_readers", lambda _: calls.append("readers"))
+    monkeypatch.setattr("weightsync.engines.receiver.overwrite", lambda _, value: calls.append(value))
+    with Crew(poison_released=True) as crew:
+        crew.refit(some_weights(count=3))
+    assert calls == ["readers", 255]

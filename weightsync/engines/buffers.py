@@ -97,3 +97,17 @@ def synchronize(device: torch.device) -> None:
     """Wait until the work queued on a device is done; nothing to wait for on the CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def await_readers(buffer: torch.Tensor) -> None:
+    """Wait until the work that was queued on a buffer is done, also copies from page-locked memory."""
+    if buffer.device.type == "cuda":
+        torch.cuda.synchronize(buffer.device)
+    elif torch.accelerator.is_available() and buffer.is_pinned():
+        torch.accelerator.synchronize()
+
+
+def overwrite(buffer: torch.Tensor, value: int) -> None:
+    """Fill a uint8 buffer with a value; returns once it is there, not when the work is queued."""
+    buffer.fill_(value)
+    synchronize(buffer.device)

@@ -17,7 +17,7 @@ import torch
 from weightsync.buckets import Chunk, ChunkMerger, unpack_bucket
 from weightsync.control import Bucket, ChunkEntry, Complete, Done, Link, Manifest, Release
 from weightsync.engines.account import Account
-from weightsync.engines.buffers import synchronize
+from weightsync.engines.buffers import await_readers, overwrite
 from weightsync.engines.refit import Refit
 from weightsync.errors import (
     DeadlineError,
@@ -154,10 +154,11 @@ class BucketReceiver:
         return unpack_bucket(self._buffers[arrived.slot][: arrived.bucket.nbytes], metas)
 
     def _give_back(self, slot: int) -> None:
-        # Work that the consumer has queued on the device still reads the buffer.
-        synchronize(self._buffers[slot].device)
+        # Work that the consumer has queued on the device still reads the buffer; the next read into it does
+        # not wait for any device.
+        await_readers(self._buffers[slot])
         if self._poison_released:
-            self._buffers[slot].fill_(_POISON)
+            overwrite(self._buffers[slot], _POISON)
         self._free.put(slot)
 
     # The pump's thread.
