@@ -14,9 +14,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from weightsync.errors import DeadlineError, WorkerFencedError
+from weightsync.config import RefitLifecycle, load_refit_config
+from weightsync.errors import ConfigurationError, DeadlineError, WorkerFencedError
 from weightsync.outcomes import Outcome
 from weightsync.rollout.vllm import async_host, host
+from weightsync.rollout.vllm.arguments import DEFAULT_TOTAL_S
 from weightsync.rollout.vllm.async_host import AsyncVllmEngineHost
 from weightsync.rollout.vllm.host import VllmEngineHost
 from weightsync.rollout.vllm.turns import Turns
@@ -445,6 +447,32 @@ def test_turns_are_given_in_order():
             pool.submit(one, name)
             ready.wait(0.05)
     assert order == ["a", "b", "c"]
+
+
+# How long an engine may be silent.
+
+
+@pytest.mark.parametrize(
+    ("lifecycle", "given", "waits"),
+    [(None, None, 3660), ({}, None, 3660), ({"total_s": 7200}, None, 7260), ({"total_s": 7200}, 5, 5)],
+)
+def test_a_long_transfer_makes_no_engine_lost(llm, engine, lifecycle, given, waits):
+    generation = {"refit_transport": "nixl", "refit_lifecycle": lifecycle}
+    config = None if lifecycle is None else load_refit_config({"policy": {"generation": generation}})
+    for engine_host in (
+        VllmEngineHost(llm=llm, refit_config=config, rpc_timeout_s=given),
+        AsyncVllmEngineHost(engine=engine, refit_config=config, rpc_timeout_s=given),
+    ):
+        assert engine_host._timeout_s == waits
+
+
+def test_a_timeout_of_nothing_is_refused(llm):
+    with pytest.raises(ConfigurationError, match="rpc_timeout_s must be above 0"):
+        VllmEngineHost(llm=llm, rpc_timeout_s=0)
+
+
+def test_the_default_is_the_configurations():
+    assert RefitLifecycle().total_s == DEFAULT_TOTAL_S
 
 
 # The fakes take what vLLM takes.

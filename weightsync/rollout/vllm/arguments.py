@@ -13,9 +13,17 @@ REFIT_CFG_KEY = "refit_cfg"
 LOADER_OPTIONS_KEY = "refit_loader"
 """Key of ``additional_config`` under which ``allow_missing`` and ``allow_unused`` stand."""
 
+DEFAULT_TOTAL_S = 3600.0
+"""Seconds that one refit may take where no configuration says it; the default of ``total_s`` there, too."""
+_MARGIN_S = 60.0
 
-class LoaderSettings(Protocol):
-    """The part of the refit configuration that the loader depends on: patterns of names."""
+
+class LifecycleSettings(Protocol):
+    """The part of the refit configuration that an engine and its loader depend on."""
+
+    @property
+    def total_s(self) -> float:
+        """Seconds that one refit may take."""
 
     @property
     def allow_missing(self) -> list[str]:
@@ -34,11 +42,26 @@ class RefitSettings(Protocol):
         """The selected transport: ``"nixl"``, or another one."""
 
     @property
-    def lifecycle(self) -> LoaderSettings:
-        """What the loader lets pass."""
+    def lifecycle(self) -> LifecycleSettings:
+        """How long a refit may take, and what the loader lets pass."""
 
     def engine_kwargs(self) -> dict[str, Any]:
         """Return the engine's settings."""
+
+
+def rpc_timeout(refit_config: RefitSettings | None, rpc_timeout_s: float | None) -> float:
+    """Return the seconds after which an engine that does not answer counts as lost.
+
+    By default longer than a whole refit: a transfer that goes on belongs to an engine that lives.
+
+    Raises:
+        ConfigurationError: ``rpc_timeout_s`` is not above 0.
+    """
+    if rpc_timeout_s is None:
+        return (DEFAULT_TOTAL_S if refit_config is None else refit_config.lifecycle.total_s) + _MARGIN_S
+    if not rpc_timeout_s > 0:
+        raise ConfigurationError(f"rpc_timeout_s must be above 0, got {rpc_timeout_s!r}")
+    return rpc_timeout_s
 
 
 def configure_vllm_kwargs(refit_config: RefitSettings, vllm_kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from weightsync.errors import ConfigurationError, ErrorRecord
 from weightsync.outcomes import Outcome
 from weightsync.rollout.controls import control_method, require_in_flight_mode
-from weightsync.rollout.vllm.arguments import RefitSettings
+from weightsync.rollout.vllm.arguments import RefitSettings, rpc_timeout
 from weightsync.rollout.vllm.cpu import is_cpu_platform
 from weightsync.rollout.vllm.host import (
     describe_loss,
@@ -32,7 +32,8 @@ class AsyncVllmEngineHost:
         engine: an ``AsyncLLM`` that exists already, instead of ``vllm_kwargs``.
         refit_config: sets the refit worker and extension in ``vllm_kwargs``; `None` if they are set.
         rank_prefix: the engine's first global rollout rank.
-        rpc_timeout_s: seconds after which an engine that does not answer counts as lost.
+        rpc_timeout_s: seconds after which an engine that does not answer counts as lost; by default a minute
+            more than the refit's ``total_s`` in ``refit_config``, or than the default of that, an hour.
     """
 
     def __init__(
@@ -42,13 +43,13 @@ class AsyncVllmEngineHost:
         engine: Any = None,
         refit_config: RefitSettings | None = None,
         rank_prefix: int = 0,
-        rpc_timeout_s: float = 900.0,
+        rpc_timeout_s: float | None = None,
     ) -> None:
         prepare_process()
         if (vllm_kwargs is None) == (engine is None):
             raise ConfigurationError("give either vllm_kwargs or engine")
         self.engine = engine or _make_engine(with_refit_classes(refit_config, vllm_kwargs or {}))
-        self._timeout_s = rpc_timeout_s
+        self._timeout_s = rpc_timeout(refit_config, rpc_timeout_s)
         self._state = HostState(self.engine.vllm_config, rank_prefix)
         self._requests: set[str] = set()
         self._pauses = 0

@@ -21,7 +21,7 @@ from weightsync.errors import (
 )
 from weightsync.outcomes import run_for_outcome
 from weightsync.rollout.controls import control_method, require_in_flight_mode
-from weightsync.rollout.vllm.arguments import RefitSettings, configure_vllm_kwargs
+from weightsync.rollout.vllm.arguments import RefitSettings, configure_vllm_kwargs, rpc_timeout
 from weightsync.rollout.vllm.cpu import enable_amx, is_cpu_platform
 from weightsync.rollout.vllm.host_state import STATUS_CHANGING, HostState
 from weightsync.rollout.vllm.resolving import resolve
@@ -38,7 +38,8 @@ class VllmEngineHost:
         llm: an engine that exists already, instead of ``vllm_kwargs``.
         refit_config: sets the refit worker and extension in ``vllm_kwargs``; `None` if they are set.
         rank_prefix: the engine's first global rollout rank.
-        rpc_timeout_s: seconds after which an engine that does not answer counts as lost.
+        rpc_timeout_s: seconds after which an engine that does not answer counts as lost; by default a minute
+            more than the refit's ``total_s`` in ``refit_config``, or than the default of that, an hour.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class VllmEngineHost:
         llm: Any = None,
         refit_config: RefitSettings | None = None,
         rank_prefix: int = 0,
-        rpc_timeout_s: float = 900.0,
+        rpc_timeout_s: float | None = None,
     ) -> None:
         prepare_process()
         if (vllm_kwargs is None) == (llm is None):
@@ -58,7 +59,7 @@ class VllmEngineHost:
 
             llm = LLM(**with_refit_classes(refit_config, vllm_kwargs or {}))
         self.llm = llm
-        self._timeout_s = rpc_timeout_s
+        self._timeout_s = rpc_timeout(refit_config, rpc_timeout_s)
         self._state = HostState(llm.llm_engine.vllm_config, rank_prefix)
         self._turns = Turns()  # vLLM's synchronous client serves one thread at a time
 
