@@ -175,7 +175,7 @@ def _require_supported(vllm_config: Any) -> None:
     if parallel.pipeline_parallel_size > 1:
         raise ConfigurationError(
             "checkpoint-engine refit does not cover pipeline parallel in this version: start vLLM with "
-            f"pipeline_parallel_size 1, not {parallel.pipeline_parallel_size}, and a larger tensor_parallel_size"
+            f"pipeline_parallel_size 1, not {parallel.pipeline_parallel_size}: use tensor_parallel_size"
         )
     if parallel.enable_expert_parallel:
         raise ConfigurationError(
