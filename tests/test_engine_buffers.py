@@ -6,6 +6,7 @@ import gc
 import importlib.machinery
 import logging
 import sys
+import threading
 import weakref
 from types import ModuleType, SimpleNamespace
 
@@ -231,3 +232,27 @@ def test_a_slot_is_given_back_after_its_readers_and_the_overwriting(monkeypatch,
     with Crew(poison_released=True) as crew:
         crew.refit(some_weights(count=3))
     assert calls == ["readers", 255]
+
+
+# Threads.
+
+
+def test_a_thread_is_bound_to_the_buffers_device(monkeypatch, calls):
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(device))
+    buffers.bind_thread(torch.device("cpu"))
+    buffers.bind_thread(CUDA)
+    assert calls == [CUDA]
+
+
+@pytest.mark.nixl
+def test_the_engine_s_threads_bind_themselves(monkeypatch):
+    bound = set()
+
+    def bind(device):
+        bound.add((threading.current_thread().name, device.type))
+
+    for room in ("receiver", "nixl_agent"):
+        monkeypatch.setattr(f"weightsync.engines.{room}.bind_thread", bind)
+    with Crew() as crew:
+        crew.refit(some_weights(count=3))
+    assert bound == {("weightsync-receive", "cpu"), ("weightsync-nixl-progress", "cpu")}

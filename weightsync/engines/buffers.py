@@ -93,6 +93,12 @@ def _empty_host_cache() -> None:
         empty()
 
 
+def bind_thread(device: torch.device) -> None:
+    """Make a device the current one of this thread: each thread begins at CUDA device 0."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until the work queued on a device is done; nothing to wait for on the CPU."""
     if device.type == "cuda":

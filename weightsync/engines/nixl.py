@@ -43,7 +43,7 @@ class NixlTransport(BucketTransport):
         self._backend_name = backend_name
         self._params = params
         self._agent: NixlAgent | None = borrow_agent(backend_name, params)
-        self._ticker = ProgressTicker(self._agent)
+        self._ticker = ProgressTicker(self._agent, device)
         self._buffers: list[torch.Tensor] = []
         self._registrations: list[Any] = []
         self._peer: _Peer | None = None

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from weightsync.engines.buffers import bind_thread
 from weightsync.errors import (
     ConfigurationError,
     DeadlineError,
@@ -230,10 +231,14 @@ class _NixlErrors:
 
 
 class ProgressTicker:
-    """Calls `NixlAgent.progress` every millisecond while open, from a thread of its own."""
+    """Calls `NixlAgent.progress` every millisecond while open, from a thread of its own.
 
-    def __init__(self, agent: NixlAgent) -> None:
+    ``device`` is that of the buffers which are read.
+    """
+
+    def __init__(self, agent: NixlAgent, device: torch.device) -> None:
         self._agent = agent
+        self._device = device
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -252,6 +257,7 @@ class ProgressTicker:
             thread.join()
 
     def _run(self) -> None:
+        bind_thread(self._device)
         while not self._stop.wait(_TICK_S):
             self._agent.progress()
 

@@ -17,7 +17,7 @@ import torch
 from weightsync.buckets import Chunk, ChunkMerger, unpack_bucket
 from weightsync.control import Bucket, ChunkEntry, Complete, Done, Link, Manifest, Release
 from weightsync.engines.account import Account
-from weightsync.engines.buffers import await_readers, overwrite
+from weightsync.engines.buffers import await_readers, bind_thread, overwrite
 from weightsync.engines.refit import Refit
 from weightsync.errors import (
     DeadlineError,
@@ -165,6 +165,7 @@ class BucketReceiver:
 
     def _run_pump(self) -> None:
         try:
+            bind_thread(self._buffers[0].device)
             while True:
                 timeout_s = self._refit.patience()
                 message = self._link.receive(*_EXPECTED, phase="receive", timeout_s=timeout_s)
