@@ -310,10 +310,6 @@ def test_one_side_is_cancelled_while_it_waits_for_its_peer(side):
                 await task
 
         run(cancelled())
-        started = time.monotonic()
-        outcomes = crew.attempt([plain(some_weights())])
-        if any(isinstance(outcome, BaseException) for outcome in outcomes):
-            assert time.monotonic() - started < 4
         recovers(crew)
 
 

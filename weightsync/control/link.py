@@ -181,7 +181,7 @@ class Link(LinkCore):
             self._leave(refit)
 
     def end(self) -> None:
-        """Leave the refit: no more heartbeats, and what the peer still sends is dropped."""
+        """Leave the refit, or the wait for one: no more heartbeats, what the peer still sends is dropped."""
         self._end(Bye("ended the refit"))
 
     def close(self) -> None:
@@ -292,12 +292,20 @@ class Link(LinkCore):
 
     def _end(self, bye: Bye) -> None:
         with self._cond:
+            self._cancel_begin()
             refit = self._refit
             if refit is None:
                 return
             if refit.failure is None and refit.ended is None and refit.closing is None:
                 self._host.submit(partial(self._transmit, refit, encode_message(bye)))
             self._leave(refit)
+
+    def _cancel_begin(self) -> None:
+        """End a `begin` that still waits in another thread: nobody wants its refit any more."""
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            attempt.failure = partial(LifecycleError, "the refit was ended before it began", peer=self.peer)
+            self._cond.notify_all()
 
     def _leave(self, refit: Refit) -> None:
         self._last_heard = refit.last_heard(time.monotonic())
