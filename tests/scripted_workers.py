@@ -128,6 +128,31 @@ class ScriptedRank:
         return {"version": self.version, "dirty": self.dirty, "fenced": self.fenced}
 
 
+class RestartingRank(ScriptedRank):
+    """A rank that insists on its engine, and whose worker may be started anew behind the same handle."""
+
+    made = False
+
+    def restart(self) -> None:
+        self.__init__(self.local_rank)
+        self.made = False
+
+    def init_checkpoint_engine(self, **kwargs: Any) -> None:
+        self.made = True
+
+    def prepare_checkpoint_engine(self) -> str:
+        self._require_engine()
+        return super().prepare_checkpoint_engine()
+
+    def open_refit(self, epoch: int, version: int) -> None:
+        self._require_engine()
+        super().open_refit(epoch, version)
+
+    def _require_engine(self) -> None:
+        if not self.made:
+            raise LifecycleError("init_checkpoint_engine comes first")
+
+
 class ScriptedEngineHost:
     def __init__(
         self,

@@ -12,6 +12,7 @@ import pytest
 from tests.scripted_workers import (
     GIB,
     CallLog,
+    RestartingRank,
     ScriptedEngineHost,
     ScriptedPolicyWorker,
     figures,
@@ -460,6 +461,46 @@ def test_after_a_broken_transfer_the_engines_are_connected_again():
     job.log.clear()
     job.synchronizer.sync_weights()
     assert job.steps_of("policy 0") == ["open_refit", SEND]
+
+
+def test_a_worker_that_was_started_anew_gets_an_engine_again():
+    job = Job(connected=False)
+    job.hosts[1].ranks[1] = RestartingRank(1)
+    job.synchronizer.init_communicator()
+    job.synchronizer.sync_weights(6)
+    job.states[2].restart()
+    error = job.fail()
+    assert "at rollout rank 2: LifecycleError: init_checkpoint_engine comes first" in str(error)
+    assert error.serving == {0: 6, 1: 6, 2: None}
+    assert "rollout rank 2 serving the starting weights" in str(error)
+    assert "What to do: call sync_weights again" in str(error)
+    job.log.clear()
+    assert job.synchronizer.sync_weights().version == 7
+    assert [state.version for state in job.states] == [7, 7, 7]
+    assert job.steps_of("policy 0")[:4] == [
+        "finalize_checkpoint_engine", "init_checkpoint_engine",
+        "prepare_checkpoint_engine", "init_checkpoint_engine_process_group",
+    ]  # fmt: skip
+    job.log.clear()
+    job.synchronizer.sync_weights()
+    assert job.log.count("init_checkpoint_engine") == job.log.count("prepare_checkpoint_engine") == 0
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_a_worker_that_was_started_anew_while_a_connection_was_due_gets_an_engine_too(release):
+    job = Job(connected=False, release=release)
+    job.hosts[0].ranks[0] = RestartingRank(0)
+    job.synchronizer.init_communicator()
+    if release:
+        job.synchronizer.sync_weights()
+    else:
+        job.policy[0].script[SEND] = raising(ValueError("no"))
+        job.fail()
+        job.policy[0].script.clear()
+    job.states[0].restart()
+    assert "phase prepare_checkpoint_engine at rollout rank 0: LifecycleError" in str(job.fail())
+    version = job.synchronizer.sync_weights().version
+    assert [state.version for state in job.states] == [version] * 3
 
 
 def test_a_half_committed_refit_says_who_serves_what_and_its_version_is_used_up():

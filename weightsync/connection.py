@@ -65,14 +65,13 @@ def connect_engines(crew: Crew, deadline: Deadline) -> None:
     crew.require("connect", rollout, policy, deadline=deadline)
 
 
-def reconnect_engines(crew: Crew, deadline: Deadline) -> None:
-    """Connect again after the engines gave their buffers back or a transfer broke off.
+def finalize_engines(crew: Crew, deadline: Deadline) -> None:
+    """Let every engine end what a refit left, before the engines are connected again.
 
     Raises:
         StepError: a worker could not.
     """
     crew.require("finalize", *crew.on_both("finalize_checkpoint_engine"), deadline=deadline)
-    connect_engines(crew, deadline)
 
 
 def highest_version(crew: Crew, deadline: Deadline) -> int | None:

@@ -14,6 +14,7 @@ from weightsync.cluster.base import Failure, RankId
 from weightsync.errors import (
     DeadlineError,
     ErrorRecord,
+    LifecycleError,
     PeerLostError,
     RefitError,
     TransportError,
@@ -57,11 +58,14 @@ class Serving:
         if self.dirty:
             return "partly written and not fenced, must not serve"
         if self.held:
-            return (
-                f"paused with {'the starting weights' if self.version is None else f'version {self.version}'}, "
-                "serving nothing until a refit has reset its caches"
-            )
+            held = "the starting weights" if self.version is None else f"version {self.version}"
+            return f"paused with {held}, serving nothing until a refit has reset its caches"
         return "serving the starting weights" if self.version is None else f"serving version {self.version}"
+
+
+def may_lack_engine(failures: Iterable[ErrorRecord]) -> bool:
+    """Whether a worker may have been started anew behind its handle, and so have no engine."""
+    return any(record.kind == LifecycleError.__name__ for record in failures)
 
 
 def cause_first(failures: Iterable[Failure], lost: Iterable[RankId]) -> list[Failure]:

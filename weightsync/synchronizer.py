@@ -27,13 +27,13 @@ from weightsync.connection import (
     agree_on_bucket_size,
     connect_engines,
     disconnect_engines,
+    finalize_engines,
     highest_version,
     make_engines,
-    reconnect_engines,
 )
 from weightsync.crew import Crew, Deadline, StepError
-from weightsync.errors import ConfigurationError, DeadlineError, LifecycleError
-from weightsync.failures import Serving, refit_error
+from weightsync.errors import ConfigurationError, DeadlineError, LifecycleError, RefitError
+from weightsync.failures import Serving, may_lack_engine, refit_error
 from weightsync.lifecycle import Refit, RefitPlan
 from weightsync.progress import NoProgress, ProgressListener, RefitProgress
 from weightsync.report import RefitReport
@@ -73,6 +73,7 @@ class CheckpointEngineWeightSynchronizer:
         self._lock = threading.Lock()
         self._state: Literal["new", "ready", "closed"] = "new"
         self._reconnect = False
+        self._remake = False
         self._bucket_size: int | None = None
         self._epoch = 0
         self._published: int | None = None
@@ -192,7 +193,7 @@ class CheckpointEngineWeightSynchronizer:
         connect_engines(crew, Deadline(min(step_s, start.left_s())))
         served = highest_version(crew, Deadline(min(step_s, start.left_s())))
         self._raise_floor(served)
-        self._reconnect = False
+        self._reconnect = self._remake = False
 
     def _refit(self, version: int) -> RefitReport:
         changes = self._changes  # what changes while this refit runs is not in it
@@ -207,14 +208,22 @@ class CheckpointEngineWeightSynchronizer:
             with self._shown(str(plan)):
                 report = refit.run()
             self._synced = changes
+        except RefitError as error:
+            if may_lack_engine(error.failures):
+                self._reconnect = self._remake = True
+            raise
         finally:
             self._learn_from(refit, version)
         _log.info("%s", report)
         return report
 
     def _connect_again(self, deadline: Deadline) -> None:
-        reconnect_engines(self._crew, deadline)
-        self._reconnect = False
+        finalize_engines(self._crew, deadline)
+        if self._remake and self._bucket_size is not None:
+            # A worker that was started anew gets an engine; policy workers that have theirs keep it.
+            make_engines(self._crew, self.config, self._bucket_size, deadline)
+        connect_engines(self._crew, deadline)
+        self._reconnect = self._remake = False
 
     def _learn_from(self, refit: Refit, version: int) -> None:
         if refit.began:
