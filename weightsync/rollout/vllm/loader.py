@@ -48,7 +48,8 @@ class VllmLoader:
         self._trial: TrialModel | None = None
         self._checked: dict[str, CoverageReport] = {}
         self._report = CoverageReport()
-        self._skip: frozenset[str] = frozenset()
+        self._next_report = CoverageReport()
+        self._reloading = False
         self._kernels = ExpertKernels()
         self.notes: dict[str, Any] = {}
 
@@ -62,7 +63,10 @@ class VllmLoader:
         """Refuse a manifest that would not fill this rank's model; see `WeightLoader`."""
         report = self.coverage(manifest)
         _require_complete(report, self._tied_names(), self._allow_missing, self._allow_unused)
-        self._report, self._skip = report, frozenset(report.unused)
+        if self._reloading:  # the engine announced no manifest: this one is made of what came
+            self._report = report
+        else:
+            self._next_report = report
 
     def coverage(self, manifest: WeightManifest) -> CoverageReport:
         """Return what a manifest would do to this rank's model. The same manifest is tried only once."""
@@ -76,6 +80,9 @@ class VllmLoader:
     def begin(self) -> None:
         """Set the model aside for reloading; see `WeightLoader`."""
         self.notes = {"detached_bytes": 0}
+        # Used once: a stream without a manifest must not be judged by an earlier one's.
+        self._report, self._next_report = self._next_report, CoverageReport()
+        self._reloading = True
         with self._context():
             self._kernels.take(self.model)
             reload.begin_reload(self.model)
@@ -83,7 +90,8 @@ class VllmLoader:
     def load(self, batch: Batch) -> None:
         """Load a batch, and copy what vLLM defers out of its memory; see `WeightLoader`."""
         # A tied output layer's own name: vLLM takes it only beside the embedding, in the same call.
-        used = [(name, tensor) for name, tensor in batch if name not in self._skip]
+        skipped = frozenset(self._report.unused)
+        used = [(name, tensor) for name, tensor in batch if name not in skipped]
         storages = {tensor.untyped_storage().data_ptr() for _, tensor in used}
         with self._context():
             self.model.load_weights(iter(used))  # type: ignore[operator]
@@ -101,12 +109,14 @@ class VllmLoader:
                 raise ManifestError(f"vLLM took nothing for {list_names(lost)}", tensor=lost[0], phase="load")
             reload.finish_reload(self.model, self._config.model_config)
             repack_tied_head(self.model)
+        self._reloading = False
         self._kernels = ExpertKernels()
         self._reset_derived_state()
         self.notes["casts"] = _count(self._report.casts)
 
     def abort(self) -> None:
         """Give unfinished layers their old weights back; see `WeightLoader`."""
+        self._reloading = False
         with self._context():
             reload.abandon_reload(self.model, self._config.model_config)
             repack_tied_head(self.model)
