@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from weightsync.errors import ManifestError
 from weightsync.rollout.vllm import loader as loader_module
 from weightsync.rollout.vllm.coverage import CoverageReport
 from weightsync.rollout.vllm.loader import VllmLoader
+from weightsync.rollout.vllm.reload import _detached
 from weightsync.tensors import TensorSpec, WeightManifest
 
 
@@ -94,3 +96,17 @@ def test_a_manifest_that_was_made_of_what_came_counts_for_its_own_refit_only(loa
     loader.abort()
     loader.begin()
     loader.finish()
+
+
+def test_borrowed_tensors_are_copied_out_of_any_container():
+    pair = namedtuple("Pair", "first second")
+    buffer = torch.arange(8.0)
+    storages = {buffer.untyped_storage().data_ptr()}
+    value = pair(buffer[2:4], {"rest": [buffer[4:5], (1, torch.ones(2))]})
+    detached, size = _detached(value, storages)
+    buffer.fill_(-1)
+    assert size == 3 * 4
+    assert type(detached) is pair
+    assert detached.first.tolist() == [2.0, 3.0]
+    assert detached.second["rest"][0].tolist() == [4.0]
+    assert detached.second["rest"][1][1] is value.second["rest"][1][1]

@@ -77,7 +77,9 @@ def _detached(value: Any, storages: set[int]) -> tuple[Any, int]:
         return {key: item for key, (item, _) in pairs.items()}, sum(size for _, size in pairs.values())
     if isinstance(value, list | tuple):
         items = [_detached(item, storages) for item in value]
-        return type(value)(item for item, _ in items), sum(size for _, size in items)
+        parts = [item for item, _ in items]
+        named = isinstance(value, tuple) and hasattr(value, "_fields")
+        return type(value)(*parts) if named else type(value)(parts), sum(size for _, size in items)
     return value, 0
 
 
