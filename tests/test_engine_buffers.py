@@ -238,7 +238,7 @@ def test_a_slot_is_given_back_after_its_readers_and_the_overwriting(monkeypatch,
 
 
 def test_a_thread_is_bound_to_the_buffers_device(monkeypatch, calls):
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(device))
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
     buffers.bind_thread(torch.device("cpu"))
     buffers.bind_thread(CUDA)
     assert calls == [CUDA]

@@ -6,9 +6,11 @@ Here are the life of an engine and of a refit, and their clean-up; `session` hol
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,9 +29,17 @@ from weightsync.engines.stream import Weights, closing_stream
 from weightsync.engines.telling import tell_unmet
 from weightsync.engines.transport import BucketTransport
 from weightsync.engines.waiting import Budget, Waiter
-from weightsync.errors import ConfigurationError, LifecycleError, WeightSyncError
+from weightsync.errors import (
+    ConfigurationError,
+    DeadlineError,
+    LifecycleError,
+    TransportError,
+    WeightSyncError,
+)
 from weightsync.tensors import digest_kind
 from weightsync.topology import paired_policy_rank, paired_rollout_rank
+
+_log = logging.getLogger(__name__)
 
 MIB = 1 << 20
 _CLOSE_S = 15.0
@@ -87,6 +97,8 @@ class BucketedCheckpointEngine(CheckpointEngine):
         self._next: tuple[int | None, int | None] = (None, None)
         self._calls = CallLock()
         self._closed = False
+        self._stuck: BucketReceiver | None = None
+        """One that could not be ended: its transfer may still write into the buffers."""
         self._stats: dict[str, float] = {}
 
     @abstractmethod
@@ -107,6 +119,7 @@ class BucketedCheckpointEngine(CheckpointEngine):
         with self._calls.hold("prepare"):
             if self._closed:
                 raise LifecycleError("this engine is closed: make a new one")
+            self._require_sound()
             self._close_session()
             if self._transport is None:
                 self._transport = self.make_transport()
@@ -218,7 +231,7 @@ class BucketedCheckpointEngine(CheckpointEngine):
                 poison_released=self._poison_released,
                 manifest_check=self.manifest_check,
             )
-            with refit.on(session.link, drain=receiver.close):
+            with refit.on(session.link, drain=partial(self._drain, receiver)):
                 await refit.meet(session.link)
                 refit.transport.open(sending=False)
                 async with aclosing(receiver.batches()) as batches:
@@ -272,10 +285,11 @@ class BucketedCheckpointEngine(CheckpointEngine):
             session.close()  # wakes what still waits for a peer to begin
         with self._calls.hold("close", patience_s=_CLOSE_S):
             self._closed = True
-            self._release()
-            if self._transport is not None:
-                self._transport.close()
-            self._waiter.close()
+            with ExitStack() as rest:
+                rest.callback(self._waiter.close)
+                if self._transport is not None and not self._is_stuck:
+                    rest.callback(self._transport.close)
+                self._release()
 
     def _after_refit(self) -> None:
         """Free what shall not outlive a refit; nothing by default."""
@@ -283,6 +297,11 @@ class BucketedCheckpointEngine(CheckpointEngine):
     def _release(self) -> None:
         """Drop the peers, then free the buffers, which a peer may read until it is dropped."""
         self._close_session()
+        if self._is_stuck:
+            _log.warning(
+                "%s engine: a transfer has not ended; its buffers are kept until it does", self.transport_name
+            )
+            return
         if self._transport is not None:
             self._transport.release()
         devices = {buffer.device for buffer in self._buffers}
@@ -291,11 +310,13 @@ class BucketedCheckpointEngine(CheckpointEngine):
             give_back(device)
 
     def _close_session(self) -> None:
-        if self._transport is not None:
-            self._transport.disconnect()
         session, self._session = self._session, None
-        if session is not None:
-            session.close()
+        try:
+            if self._transport is not None:
+                self._transport.disconnect()
+        finally:
+            if session is not None:
+                session.close()
 
     # Pieces.
 
@@ -320,7 +341,26 @@ class BucketedCheckpointEngine(CheckpointEngine):
             unmet=session.links,
         )
 
+    def _drain(self, receiver: BucketReceiver) -> None:
+        try:
+            receiver.close()
+        except DeadlineError:
+            self._stuck = receiver
+            raise
+
+    @property
+    def _is_stuck(self) -> bool:
+        return self._stuck is not None and self._stuck.is_running
+
+    def _require_sound(self) -> None:
+        if self._stuck is not None:
+            raise TransportError(
+                "a transfer of an earlier refit could not be ended, and might write into the buffers of this "
+                "one: close this engine, make and prepare a new one"
+            )
+
     def _prepared(self) -> tuple[Session, BucketTransport]:
+        self._require_sound()
         if self._session is None or self._transport is None:
             raise LifecycleError(
                 "the engine is not prepared: call prepare() and join the process group first"

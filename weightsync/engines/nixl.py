@@ -152,8 +152,10 @@ class NixlTransport(BucketTransport):
 
     def close(self) -> None:
         """Release, drop the connection, and give the agent back to the process."""
-        self.release()
-        self._drop_connection()
+        try:
+            self.release()
+        finally:
+            self._drop_connection()
         agent, self._agent = self._agent, None
         if agent is not None:
             return_agent(agent, self._backend_name, self._params)

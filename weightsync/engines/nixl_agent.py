@@ -28,6 +28,7 @@ from weightsync.errors import (
 
 _POLL_S = 0.0005
 _TICK_S = 0.001
+_JOIN_S = 5.0
 _MEMORY_KINDS = ("DRAM", "VRAM")
 
 
@@ -243,18 +244,33 @@ class ProgressTicker:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin ticking; no-op while it ticks."""
+        """Begin ticking; no-op while it ticks.
+
+        Raises:
+            DeadlineError: the thread of an earlier `stop` still hangs in NIXL.
+        """
+        if self._stop.is_set():
+            self.stop()
         if self._thread is None:
             self._stop.clear()
             self._thread = threading.Thread(target=self._run, name="weightsync-nixl-progress", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """End ticking and wait for the thread."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
+        """End ticking and wait for the thread.
+
+        Raises:
+            DeadlineError: it hangs in NIXL.
+        """
+        if self._thread is not None:
             self._stop.set()
-            thread.join()
+            self._thread.join(_JOIN_S)
+            if self._thread.is_alive():
+                raise DeadlineError(
+                    f"NIXL did not return within {_JOIN_S:g} s: close this engine and make a new one",
+                    phase="progress",
+                )
+            self._thread = None
 
     def _run(self) -> None:
         bind_thread(self._device)

@@ -33,6 +33,7 @@ _POISON = 0xFF
 _EXPECTED: tuple[type[Manifest | Bucket | Done], ...] = (Manifest, Bucket, Done)
 _CHECK_S = 0.05
 _JOIN_S = 10.0
+_MARGIN_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,14 @@ class BucketReceiver:
         if self._pump.is_alive():
             self._pump.join(_JOIN_S)
             if self._pump.is_alive():
-                raise DeadlineError(f"a transfer did not end within {_JOIN_S:g} s", peer=self._link.peer)
+                raise DeadlineError(
+                    f"a transfer did not end within {_JOIN_S:g} s", peer=self._link.peer, phase="receive"
+                )
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a transfer may still write into a buffer."""
+        return self._pump.is_alive()
 
     @contextmanager
     def _located(self) -> Iterator[None]:
@@ -132,10 +140,22 @@ class BucketReceiver:
             try:
                 event = self._events.get_nowait()
             except queue.Empty:
-                event = await self._refit.waiter.run(self._events.get)
+                event = await self._refit.waiter.run(self._await_event)
         if isinstance(event, BaseException):
             raise event
         return event
+
+    def _await_event(self) -> Manifest | Arrived | Done | BaseException:
+        # The pump keeps the deadlines, one for the message and one for the bytes; this is for a pump that
+        # hangs in a call which knows none.
+        timeout_s = 2 * self._refit.deadlines.stall_s + _MARGIN_S
+        try:
+            return self._events.get(timeout=timeout_s)
+        except queue.Empty:
+            raise DeadlineError(
+                f"nothing was brought in within {timeout_s:g} s, and no reason was given",
+                peer=self._link.peer, phase="receive",
+            ) from None  # fmt: skip
 
     def _take_manifest(self, message: Manifest, account: Account) -> None:
         expected = digest_kind(self._buffers[0].device) if self._refit.verify else "off"
