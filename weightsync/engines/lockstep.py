@@ -14,6 +14,7 @@ from typing import Protocol
 
 from weightsync.control import Gate, Go, Link
 from weightsync.engines.waiting import Budget, Waiter
+from weightsync.errors import ProtocolError
 
 _PHASE = "keeping in step"
 Meet = Callable[[Link], Awaitable[None]]
@@ -94,6 +95,12 @@ class _Stepper:
     def _patience(self) -> float:
         return self._budget.clip(self._patience_s)
 
+    def _require_same_step(self, link: Link, step: int) -> None:
+        if step != self._step:
+            raise ProtocolError(
+                f"{link.peer} is at step {step}, this rank at step {self._step}", peer=link.peer, phase=_PHASE
+            )
+
 
 class LeaderLockstep(_Stepper):
     """Policy rank 0: collects every rank's arrival, then lets all go."""
@@ -123,6 +130,7 @@ class LeaderLockstep(_Stepper):
         still_running = []
         for link in self._waiting_for:
             gate = link.receive(Gate, phase=_PHASE, timeout_s=self._patience())
+            self._require_same_step(link, gate.step)
             if not gate.finished:
                 still_running.append(link)
         self._waiting_for = still_running
@@ -135,7 +143,8 @@ class FollowerLockstep(_Stepper):
         """Wait for the leader."""
         (leader,) = self._links
         leader.send(Gate(self._step, finished=False))
-        await self._waiter.run(lambda: leader.receive(Go, phase=_PHASE, timeout_s=self._patience()))
+        go = await self._waiter.run(lambda: leader.receive(Go, phase=_PHASE, timeout_s=self._patience()))
+        self._require_same_step(leader, go.step)
         self._step += 1
 
     async def finish(self) -> None:

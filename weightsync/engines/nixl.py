@@ -128,7 +128,7 @@ class NixlTransport(BucketTransport):
             self._broken = True
             raise
 
-    def shut(self, *, failed: bool) -> None:
+    def shut(self) -> None:
         """Stop answering the peer; a connection that a read has broken is dropped."""
         self._ticker.stop()
         if self._broken:

@@ -74,10 +74,8 @@ class Refit:
         ``drain`` ends what still uses the buffers. It comes after the link has ended, which wakes it, and
         before the transport shuts, which drops the connection that it uses.
         """
-        failed = True
         try:
             yield
-            failed = False
         except GeneratorExit:
             link.abort(self.sign(IncompleteStreamError("the consumer stopped before the end of the stream")))
             raise
@@ -89,7 +87,7 @@ class Refit:
             try:
                 drain()
             finally:
-                self.transport.shut(failed=failed)
+                self.transport.shut()
 
     def figures(self, moved: WeightManifest | None = None, batches: int = 0) -> dict[str, float]:
         """Return what `CheckpointEngine.refit_stats` gives: counts, and ``seconds_<phase>``."""

@@ -50,8 +50,8 @@ class BucketTransport(ABC):
         """
 
     @abstractmethod
-    def shut(self, *, failed: bool) -> None:
-        """End a refit; the next `open` mends what a failed one broke. Never raises for a dead peer."""
+    def shut(self) -> None:
+        """End a refit; the next `open` mends what this one broke. Never raises for a dead peer."""
 
     @abstractmethod
     def disconnect(self) -> None:
