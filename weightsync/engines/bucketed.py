@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from weightsync.control import ControlHub, Deadlines
+from weightsync.control import ControlHub, Deadlines, Link
 from weightsync.engines.base import CheckpointEngine
 from weightsync.engines.buffers import give_back
 from weightsync.engines.calls import CallLock
-from weightsync.engines.lockstep import make_lockstep
+from weightsync.engines.lockstep import Lockstep, make_lockstep
 from weightsync.engines.metadata import WorkerMetadata, read_metadata
 from weightsync.engines.receiver import BucketReceiver
 from weightsync.engines.refit import Refit
@@ -196,24 +196,29 @@ class BucketedCheckpointEngine(CheckpointEngine):
             # Another rank may have to wait for its receiver, first to come and then to take a bucket.
             patience_s = self._deadlines.connect_s + self._deadlines.stall_s
             lockstep = make_lockstep(refit.rank, session.step_links, self._waiter, refit.budget, patience_s)
-            try:
-                await lockstep.begin(refit.meet)
-                if session.link is None:
-                    await drain_weights(weights, lockstep, refit)
-                    self._stats = refit.figures()
-                    return
-                sender = BucketSender(refit, session.link, lockstep)
-                with refit.on(session.link):
-                    await refit.meet(session.link)
-                    refit.transport.open(sending=True)
-                    sent = await sender.send(weights)
-                self._stats = refit.figures(sent, sender.buckets_sent)
-            except BaseException as error:
-                lockstep.stop(refit.sign(error))
-                refit.tell_unmet(error)
-                raise
-            finally:
-                lockstep.end()
+            with session.saying_drops():
+                try:
+                    await lockstep.begin(refit.meet)
+                    self._stats = await self._send(weights, session.link, refit, lockstep)
+                except BaseException as error:
+                    lockstep.stop(refit.sign(error))
+                    refit.tell_unmet(error)
+                    raise
+                finally:
+                    lockstep.end()
+
+    async def _send(
+        self, weights: Weights, link: Link | None, refit: Refit, lockstep: Lockstep
+    ) -> dict[str, float]:
+        if link is None:
+            await drain_weights(weights, lockstep, refit)
+            return refit.figures()
+        sender = BucketSender(refit, link, lockstep)
+        with refit.on(link):
+            await refit.meet(link)
+            refit.transport.open(sending=True)
+            sent = await sender.send(weights)
+        return refit.figures(sent, sender.buckets_sent)
 
     async def receive_weight_batches(self) -> AsyncGenerator[list[tuple[str, torch.Tensor]], None]:
         """Yield batches of ``(name, tensor)``; a tensor is valid until the next batch is asked for.
@@ -231,7 +236,7 @@ class BucketedCheckpointEngine(CheckpointEngine):
                 poison_released=self._poison_released,
                 manifest_check=self.manifest_check,
             )
-            with refit.on(session.link, drain=partial(self._drain, receiver)):
+            with session.saying_drops(), refit.on(session.link, drain=partial(self._drain, receiver)):
                 await refit.meet(session.link)
                 refit.transport.open(sending=False)
                 async with aclosing(receiver.batches()) as batches:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from weightsync.control import ControlHub, Link
 from weightsync.engines.metadata import WorkerMetadata
 from weightsync.errors import LifecycleError
+
+_log = logging.getLogger(__name__)
 
 
 class Session:
@@ -20,6 +27,7 @@ class Session:
     def __init__(self, hub: ControlHub, own: WorkerMetadata) -> None:
         self._hub = hub
         self.own = own
+        self._dropped: Counter[str] = Counter()
         self.role: str | None = None
         """``"policy"`` or ``"rollout"``, once joined."""
         self.rank: int | None = None
@@ -67,6 +75,22 @@ class Session:
         """Tell every peer of the open refit why this side failed."""
         for link in self.links:
             link.abort(error)
+
+    @contextmanager
+    def saying_drops(self) -> Iterator[None]:
+        """Log at the end of a refit, in one line, what the control channel has dropped since the last one."""
+        try:
+            yield
+        finally:
+            counted = Counter(self._hub.counters)
+            fresh, self._dropped = counted - self._dropped, counted
+            if fresh:
+                # A heartbeat that crosses the end of its refit is dropped, too, and nobody need hear of it.
+                level = logging.WARNING if set(fresh) - {"late"} else logging.DEBUG
+                what = ", ".join(f"{count} {name}" for name, count in sorted(fresh.items()))
+                _log.log(
+                    level, "%s rank %s: the control channel dropped messages: %s", self.role, self.rank, what
+                )
 
     def close(self) -> None:
         """Leave every peer. Idempotent."""
