@@ -59,7 +59,6 @@ class LinkCore(ABC):
         self._last_epoch = 0
         self._last_token = b""
         self._last_heard = "nothing yet"
-        self._progress: str | None = None
 
     @property
     def peer(self) -> str:
@@ -150,7 +149,6 @@ class LinkCore(ABC):
     def _open(self, attempt: Attempt, refit: Refit) -> None:
         self._refit = attempt.refit = refit
         self._attempt = None
-        self._progress = None
         self._last_epoch = max(self._last_epoch, refit.epoch)
         self._cond.notify_all()
 
@@ -217,7 +215,7 @@ class LinkCore(ABC):
             return None
         if now >= refit.next_beat:
             refit.next_beat = now + (PROBE_S if now < refit.probe_until else self._host.deadlines.beat_s)
-            self._transmit(refit, encode_message(Heartbeat(self._progress or refit.doing)))
+            self._transmit(refit, encode_message(Heartbeat(refit.doing)))
         due = [refit.next_beat, refit.heard_at + silence]
         return min(due if refit.lost_at is None else [*due, refit.lost_at])
 

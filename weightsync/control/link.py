@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 from weightsync.control.core import LinkCore
 from weightsync.control.frames import encode_message
-from weightsync.control.messages import MAX_PROGRESS_CHARS, Abort, Bye, Heartbeat, Message, encodable_text
+from weightsync.control.messages import Abort, Bye, Heartbeat, Message
 from weightsync.control.refit import Attempt, Refit
 from weightsync.errors import (
     ConfigurationError,
@@ -41,15 +41,6 @@ class Link(LinkCore):
         """What the peer said last, and how long ago, for error texts: ``bucket 3, 0.4 s ago``."""
         refit = self._refit
         return refit.last_heard(time.monotonic()) if refit is not None else self._last_heard
-
-    @property
-    def progress(self) -> str:
-        """What this side is doing; its heartbeats carry it. Follows the last message sent until it is set."""
-        return self._progress or ""
-
-    @progress.setter
-    def progress(self, text: str) -> None:
-        self._progress = encodable_text(text[:MAX_PROGRESS_CHARS])
 
     def begin(
         self, *, epoch: int | None, version: int | None = None, connect_s: float | None = None
@@ -135,11 +126,6 @@ class Link(LinkCore):
                 if now >= min(stall, total):
                     raise self._overdue_error(refit, types, phase, None if now >= total else now - started)
                 self._cond.wait(min(stall, total) - now)
-
-    def poll(self) -> Message | None:
-        """Return the next message if there is one, without waiting; raises as `receive` does."""
-        with self._cond:
-            return self._next(self._require_open("poll"), (), "poll")
 
     def check(self) -> None:
         """Raise if the peer aborted or was lost, or the time is up; return at once otherwise.

@@ -16,7 +16,6 @@ PROTOCOL_VERSION = 1
 """Raised whenever a header or a message changes; peers of different versions refuse each other."""
 
 NONCE_BYTES = 16
-MAX_PROGRESS_CHARS = 200
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
