@@ -377,6 +377,7 @@ def test_synchronous_worker_on_an_event_loop_says_which_mixin_to_use():
     assert record.kind == "LifecycleError"
     assert "AsyncPolicyCheckpointEngineMixin" in record.message
     assert "send_weights" not in [name for name, _ in engine.calls]
+    assert engine.calls[-1][0] == "abort_refit"
 
 
 async def async_ready(**engine_kwargs):

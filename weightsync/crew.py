@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from weightsync.cluster.base import (
@@ -46,6 +47,17 @@ class Deadline:
         return max(self._end - time.monotonic(), at_least_s)
 
 
+@dataclass(frozen=True)
+class _Call:
+    call: PendingCall
+    own: Deadline
+    """Until when a healthy worker may be waiting in it."""
+
+    @property
+    def outstanding(self) -> set[RankId]:
+        return {RankId(self.call.side, rank) for rank in self.call.outstanding}
+
+
 class Crew:
     """The workers of both sides.
 
@@ -70,27 +82,38 @@ class Crew:
         self.stale: set[int] = set()
         self._grace_s = grace_s
         self._listener = listener
-        self._overdue: list[PendingCall] = []
+        self._overdue: list[_Call] = []
 
-    def require(self, phase: str, *calls: PendingCall, deadline: Deadline) -> Answers:
-        """Wait for calls that must all succeed.
+    def require(
+        self, phase: str, *calls: PendingCall, deadline: Deadline, patience_s: float = 0.0
+    ) -> Answers:
+        """Wait for calls that must all succeed; ``patience_s`` as for `hear`.
 
         Raises:
             StepError: one of them did not.
         """
-        answers = self.hear(phase, *calls, timeout_s=deadline.left_s())
+        answers = self.hear(phase, *calls, timeout_s=deadline.left_s(), patience_s=patience_s)
         if answers.failures:
             raise StepError(phase, answers.failures)
         return answers
 
-    def hear(self, phase: str, *calls: PendingCall, timeout_s: float) -> Answers:
-        """Wait for calls, but not for ranks that are busy; failures are returned."""
+    def hear(self, phase: str, *calls: PendingCall, timeout_s: float, patience_s: float = 0.0) -> Answers:
+        """Wait for calls, but not for ranks that are busy; failures are returned.
+
+        Args:
+            phase: what the calls do.
+            calls: as the groups started them.
+            timeout_s: seconds for all of it.
+            patience_s: seconds that a healthy worker itself may wait in such a call: until they are over, one
+                that is given up is no suspect.
+        """
         excused = frozenset(self.busy())
-        self._overdue.extend(calls)  # also if the wait is interrupted: they are under way
+        # Also if the wait is interrupted: they are under way.
+        self._overdue.extend(_Call(call, Deadline(patience_s)) for call in calls)
         answers = gather(
             phase, calls, timeout_s=timeout_s, grace_s=self._grace_s, excused=excused, listener=self._listener
         )
-        self._overdue = [call for call in self._overdue if call.outstanding]
+        self._forget_ended()
         for failure in answers.failures:
             if failure.how == "lost":
                 self.lost.setdefault(failure.who, failure.record)
@@ -98,17 +121,30 @@ class Crew:
 
     def busy(self) -> set[RankId]:
         """Return the ranks with a call that was given up and has not ended; does not look for news."""
-        return {RankId(call.side, rank) for call in self._overdue for rank in call.outstanding}
+        return {who for overdue in self._overdue for who in overdue.outstanding}
+
+    def patient(self) -> dict[RankId, float]:
+        """Return the busy ranks whose own deadline has not passed, with the seconds that it has left."""
+        # Further calls queue behind the one that it waits in: the longest deadline counts.
+        left = {
+            who: overdue.own.left_s()
+            for overdue in sorted(self._overdue, key=lambda overdue: overdue.own.left_s())
+            for who in overdue.outstanding
+        }
+        return {who: seconds for who, seconds in left.items() if seconds > 0}
+
+    def _forget_ended(self) -> None:
+        self._overdue = [overdue for overdue in self._overdue if overdue.call.outstanding]
 
     def settle(self) -> set[RankId]:
         """Give late calls a moment to end; return the ranks that are busy still."""
         deadline = Deadline(_SETTLE_S)
         while self._overdue and deadline.left_s() > 0:
-            for call in self._overdue:
+            for call in [overdue.call for overdue in self._overdue]:
                 late = call.poll(min(0.05, deadline.left_s()))
                 died = {outcome.rank: outcome.error for outcome in late if outcome.rank in call.lost}
                 self.lost.update({RankId(call.side, rank): error for rank, error in died.items() if error})
-            self._overdue = [call for call in self._overdue if call.outstanding]
+            self._forget_ended()
         return self.busy()
 
     def host_of(self, rank: int) -> int:

@@ -5,6 +5,7 @@ The text names the cause first, then who else failed, what still serves, and wha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -98,6 +99,7 @@ def refit_error(
     *,
     lost: Iterable[RankId],
     busy: Iterable[RankId],
+    patient: Mapping[RankId, float] | None = None,
     serving: Mapping[int, Serving] | None = None,
     afterwards: Sequence[Failure] = (),
     notes: Sequence[str] = (),
@@ -110,6 +112,7 @@ def refit_error(
         failures: in order of arrival; at least one.
         lost: ranks whose worker must be replaced.
         busy: ranks that have not answered yet.
+        patient: those of them that may be waiting still, until a deadline of their own in so many seconds.
         serving: what each rollout rank serves now.
         afterwards: what failed while cleaning up; never the cause.
         notes: further sentences about the state that the failure leaves.
@@ -126,7 +129,7 @@ def refit_error(
         _others(ordered[1:]),
         *notes,
         _serving_text(serving or {}),
-        _advice(lost, busy, _unreached(serving or {}), remedy),
+        _advice(lost, busy, patient or {}, _unreached(serving or {}), remedy),
     ]
     where = first.record.context
     error = RefitError(
@@ -175,16 +178,28 @@ def _unreached(serving: Mapping[int, Serving]) -> list[RankId]:
     return [RankId("rollout", rank) for rank, state in sorted(serving.items()) if not state.reached]
 
 
-def _advice(lost: Sequence[RankId], busy: Sequence[RankId], unreached: Sequence[RankId], remedy: str) -> str:
+def _advice(
+    lost: Sequence[RankId],
+    busy: Sequence[RankId],
+    patient: Mapping[RankId, float],
+    unreached: Sequence[RankId],
+    remedy: str,
+) -> str:
     if lost:
         return (
             f"What to do: replace {list_ranks(lost)} (the worker is dead), then shut this synchronizer down "
             "and make a new one over the new workers"
         )
-    if busy:
+    if silent := [who for who in busy if who not in patient]:
         return (
-            f"What to do: restart or replace {list_ranks(busy)} (has not answered); "
+            f"What to do: restart or replace {list_ranks(silent)} (has not answered); "
             f"if it answers after all, {remedy}"
+        )
+    if busy:
+        seconds = math.ceil(max(patient[who] for who in busy))
+        return (
+            f"What to do: {remedy}; {list_ranks(busy)} may be busy until its own deadline, "
+            f"{seconds} s from now"
         )
     if unreached:
         return f"What to do: {remedy}; if {list_ranks(unreached)} cannot answer then either, replace it"

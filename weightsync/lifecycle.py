@@ -118,7 +118,7 @@ class Refit:
     def _transfer(self) -> None:
         receiving = self._crew.rollout.submit("update_weights_from_checkpoint_engine")
         sending = self._crew.policy.submit("send_weights_via_checkpoint_engine")
-        answers = self._require("transfer", receiving, sending)
+        answers = self._require("transfer", receiving, sending, patience_s=self._settings.connect_s)
         for group in (self._crew.policy, self._crew.rollout):
             require_complete(answers, group, "transfer")
         with _as_step_error("transfer"):
@@ -167,9 +167,9 @@ class Refit:
             )
         _fail_for(failures, "publish")
 
-    def _require(self, phase: str, *calls: PendingCall) -> Answers:
+    def _require(self, phase: str, *calls: PendingCall, patience_s: float = 0.0) -> Answers:
         with self._timed(phase):
-            return self._crew.require(phase, *calls, deadline=self._deadline)
+            return self._crew.require(phase, *calls, deadline=self._deadline, patience_s=patience_s)
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -241,6 +241,7 @@ class Refit:
             afterwards=self._afterwards if failures else (),
             lost=self._crew.lost,
             busy=self._crew.busy(),
+            patient=self._crew.patient(),
             serving=self.serving,
             notes=self._notes,
         )

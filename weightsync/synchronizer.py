@@ -38,6 +38,8 @@ from weightsync.lifecycle import Refit, RefitPlan
 from weightsync.progress import NoProgress, ProgressListener, RefitProgress
 from weightsync.report import RefitReport
 
+# News of a failure reaches a rank that waits for its peer within about a second.
+_LEAST_GRACE_S = 1.5
 _log = logging.getLogger(__name__)
 
 
@@ -69,7 +71,8 @@ class CheckpointEngineWeightSynchronizer:
         self._settings = self.config.lifecycle
         self._release = bool(self.config.engine_kwargs().get("release_after_refit", False))
         self._progress = _listener(progress)
-        self._crew = Crew(policy, rollout, grace_s=self._settings.silence_s, listener=self._progress.update)
+        grace_s = max(self._settings.silence_s, _LEAST_GRACE_S)
+        self._crew = Crew(policy, rollout, grace_s=grace_s, listener=self._progress.update)
         self._lock = threading.Lock()
         self._state: Literal["new", "ready", "closed"] = "new"
         self._reconnect = False
@@ -267,7 +270,14 @@ class CheckpointEngineWeightSynchronizer:
             for who in sorted(busy)
         ]
         if failures:
-            error, cause = refit_error(attempt, failures, lost=lost, busy=busy, serving=self._serving)
+            error, cause = refit_error(
+                attempt,
+                failures,
+                lost=lost,
+                busy=busy,
+                patient=self._crew.patient(),
+                serving=self._serving,
+            )
             raise error from cause
 
     def _disconnect(self) -> None:

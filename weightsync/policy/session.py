@@ -35,7 +35,8 @@ POLICY_METHODS = (*SESSION_METHODS[:5], SEND, *SESSION_METHODS[5:])
 class PolicySession:
     """Holds the engine of one policy worker. Methods may be called from any thread.
 
-    They never overlap: while one runs, the others are refused. Only a close may come during a send: it ends it.
+    They never overlap: while one runs, the others are refused. Only a close may come during a send: it
+    ends the send.
     """
 
     def __init__(self) -> None:

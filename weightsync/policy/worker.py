@@ -79,10 +79,13 @@ class PolicyCheckpointEngineMixin(PolicyWeightHooks):
             LifecycleError: no engine or no peers yet, a send is running, or this thread runs an event loop.
         """
         if _in_event_loop():
-            raise LifecycleError(
+            error = LifecycleError(
                 f"{type(self).__name__} runs on an event loop (an async actor), where this call would block; "
                 "inherit AsyncPolicyCheckpointEngineMixin instead"
             )
+            with _session_of(self).sending() as engine:
+                engine.abort_refit(error)
+            raise error
         return asyncio.run(_send(self))
 
 
