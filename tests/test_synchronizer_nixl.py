@@ -24,8 +24,11 @@ class Trainer(PolicyCheckpointEngineMixin):
         self.model = model
         self.rank = rank
         self.break_at = None
+        self.broken = False
 
     def weight_stream(self):
+        if self.broken:
+            raise ValueError("no weights yet")
         return self._stream() if self.break_at is not None else weight_stream_from(self.model)
 
     def _stream(self):
@@ -81,3 +84,27 @@ def test_refits_arrive_a_broken_one_is_reported_and_the_next_one_arrives(release
         assert all(same(trained, each) for each in served)
         assert [host.refit_control("describe")["value"]["world_size"] for host in hosts] == [1, 1]
     assert not synchronizer.is_stale
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_send_that_fails_before_it_begins_ends_the_refit_at_once_and_the_next_one_arrives(world_size):
+    trained, served = model(0), [model(1 + rank) for rank in range(world_size)]
+    trainers = [Trainer(trained, rank) for rank in range(world_size)]
+    config = configuration(ratio=0.0001, connect_s=60.0, stall_s=60.0, total_s=120.0, silence_s=5.0)
+    groups = LocalPolicyGroup(trainers), LocalRolloutGroup([ModuleRolloutWorker(each) for each in served])
+    with CheckpointEngineWeightSynchronizer(*groups, config, progress=False) as synchronizer:
+        synchronizer.init_communicator()
+        for version in (1, 3):
+            trainers[-1].broken = True
+            started = time.monotonic()
+            with pytest.raises(RefitError) as caught:
+                synchronizer.sync_weights(version)
+            assert time.monotonic() - started < 5
+            assert (caught.value.context.side, caught.value.context.rank) == ("policy", world_size - 1)
+            assert "ValueError: no weights yet" in str(caught.value)
+            assert "replace" not in str(caught.value)
+
+            trainers[-1].broken = False
+            step(trained)
+            assert synchronizer.sync_weights(version + 1).version == version + 1
+            assert all(same(trained, each) for each in served)
