@@ -95,7 +95,6 @@ class RefitReceiver:
         self.fenced: str | None = None
         self._position = Position("receive")
         self._failed: tuple[BaseException, Position] | None = None
-        self._last_committed: int | None = None
         self._loaded: int | None = None
         self._busy = False
         self._begun = False
@@ -119,16 +118,19 @@ class RefitReceiver:
             )
 
     def require_next(self, version: int) -> None:
-        """Check that ``version`` may follow what was committed here, and that no refit is running.
+        """Check that ``version`` may follow what is served here, and that no refit is running.
+
+        While fenced nothing is served, and any version may follow: a driver that was started anew cannot know
+        the earlier ones.
 
         Raises:
-            LifecycleError: it is not greater than the last committed version, or a refit is running.
+            LifecycleError: it is not greater than the version served, or a refit is running.
         """
         if self._busy:
             raise self._lifecycle(f"refit to version {version} while another one runs", "open")
-        if self._last_committed is not None and version <= self._last_committed:
+        if self.version is not None and version <= self.version:
             raise self._lifecycle(
-                f"version {version} does not follow version {self._last_committed}: versions must increase",
+                f"version {version} does not follow version {self.version}: versions must increase",
                 "open",
             )
 
@@ -190,7 +192,7 @@ class RefitReceiver:
         if self._loaded != version:
             held = "nothing" if self._loaded is None else f"version {self._loaded}"
             raise self._lifecycle(f"commit of version {version}, but {held} was received", "commit")
-        self.version = self._last_committed = version
+        self.version = version
         self.dirty, self.fenced, self._loaded = False, None, None
         return version
 
