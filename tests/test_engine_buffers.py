@@ -170,9 +170,9 @@ def test_an_engine_gives_back_once_nothing_refers_to_its_buffers(monkeypatch):
         gc.collect()
         freed.append((device.type, sum(ref() is not None for ref in alive)))
 
-    monkeypatch.setattr("weightsync.engines.bucketed.give_back", gone)
+    monkeypatch.setattr("weightsync.engines.memory.give_back", gone)
     with Crew(release_after_refit=True) as crew:
-        alive = [weakref.ref(buffer) for buffer in crew.policy[0]._buffers]
+        alive = [weakref.ref(buffer) for buffer in crew.policy[0]._memory.buffers]
         crew.refit(some_weights())
         crew.policy[0].finalize()
         assert freed == [("cpu", 0)]

@@ -395,8 +395,8 @@ def test_a_transport_that_moves_nothing_or_a_message_that_is_lost(crew, monkeypa
 
     monkeypatch.setattr(NixlTransport, "fetch", faulty_fetch)
     monkeypatch.setattr(Link, "send", faulty_send)
-    crew.rollout[0]._buffers[0].zero_()
-    crew.rollout[0]._buffers[1].zero_()
+    crew.rollout[0]._memory.buffers[0].zero_()
+    crew.rollout[0]._memory.buffers[1].zero_()
     sender, receiver = timed(crew, [plain(some_weights())], within=8)
     assert isinstance(sender, WeightSyncError)
     assert isinstance(receiver, WeightSyncError)
@@ -610,7 +610,7 @@ def test_release_after_refit_frees_the_buffers_and_prepare_makes_new_ones():
             assert_same(crew.refit(sent)[0], sent)
             for engine in crew.engines:
                 engine.finalize()
-                assert engine._buffers == []
+                assert engine._memory.buffers == []
                 with pytest.raises(LifecycleError, match="not prepared"):
                     run(engine.send_weights(plain([])))
             join(crew.policy, crew.rollout)

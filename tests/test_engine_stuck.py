@@ -57,7 +57,7 @@ def test_buffers_of_a_stuck_transfer_are_not_used_again(stuck, returns):
     crew, _, hang = stuck
     if returns:
         hang.set()
-        crew.rollout[0]._stuck._pump.join(10)
+        crew.rollout[0]._memory._stuck._pump.join(10)
     for call in (
         crew.rollout[0].prepare,
         lambda: run(collect(crew.rollout[0])),
@@ -77,12 +77,12 @@ def test_a_stuck_engine_closes_and_keeps_its_buffers_until_the_transfer_ends(stu
     assert time.monotonic() - started < 5
     assert "its buffers are kept" in caplog.text
     assert deregistered == []
-    assert engine._buffers
+    assert engine._memory.buffers
     hang.set()
-    engine._stuck._pump.join(10)
+    engine._memory._stuck._pump.join(10)
     engine.close()
     assert len(deregistered) == 2
-    assert engine._buffers == []
+    assert engine._memory.buffers == []
 
 
 def test_new_engines_refit_after_a_stuck_one(stuck, monkeypatch):
@@ -115,7 +115,7 @@ def test_a_progress_thread_that_hangs_is_given_up(monkeypatch):
 def test_close_closes_everything_although_releasing_fails(monkeypatch):
     engine = make_engine()
     engine.prepare()
-    transport, waiter = engine._transport, engine._waiter
+    transport, waiter = engine._memory._transport, engine._waiter
     session = engine._session
     asyncio.run(waiter.run(lambda: None))
     fail = [True]

@@ -6,7 +6,6 @@ Here are the life of an engine and of a refit, and their clean-up; `session` hol
 
 from __future__ import annotations
 
-import logging
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import ExitStack, aclosing, contextmanager
@@ -17,9 +16,9 @@ import torch
 
 from weightsync.control import ControlHub, Deadlines, Link
 from weightsync.engines.base import CheckpointEngine
-from weightsync.engines.buffers import give_back
 from weightsync.engines.calls import CallLock
 from weightsync.engines.lockstep import Lockstep, make_lockstep
+from weightsync.engines.memory import TransferMemory
 from weightsync.engines.metadata import WorkerMetadata, read_metadata
 from weightsync.engines.receiver import BucketReceiver
 from weightsync.engines.refit import Refit
@@ -31,15 +30,11 @@ from weightsync.engines.transport import BucketTransport
 from weightsync.engines.waiting import Budget, Waiter
 from weightsync.errors import (
     ConfigurationError,
-    DeadlineError,
     LifecycleError,
-    TransportError,
     WeightSyncError,
 )
 from weightsync.tensors import digest_kind
 from weightsync.topology import paired_policy_rank, paired_rollout_rank
-
-_log = logging.getLogger(__name__)
 
 MIB = 1 << 20
 _CLOSE_S = 15.0
@@ -90,15 +85,12 @@ class BucketedCheckpointEngine(CheckpointEngine):
         self._poison_released = poison_released
         self._bind_host = bind_host
         self._advertise_host = advertise_host
-        self._transport: BucketTransport | None = None
-        self._buffers: list[torch.Tensor] = []
+        self._memory = TransferMemory(self.make_transport, bucket_size)
         self._session: Session | None = None
         self._waiter = Waiter()
         self._next: tuple[int | None, int | None] = (None, None)
         self._calls = CallLock()
         self._closed = False
-        self._stuck: BucketReceiver | None = None
-        """One that could not be ended: its transfer may still write into the buffers."""
         self._stats: dict[str, float] = {}
 
     @abstractmethod
@@ -119,12 +111,9 @@ class BucketedCheckpointEngine(CheckpointEngine):
         with self._calls.hold("prepare"):
             if self._closed:
                 raise LifecycleError("this engine is closed: make a new one")
-            self._require_sound()
+            self._memory.require_sound()
             self._close_session()
-            if self._transport is None:
-                self._transport = self.make_transport()
-            if not self._buffers:
-                self._buffers = self._transport.allocate(self.bucket_size)
+            transport = self._memory.allocate()
             hub = ControlHub(
                 self.transport_name,
                 bind_host=self._bind_host,
@@ -134,9 +123,9 @@ class BucketedCheckpointEngine(CheckpointEngine):
             own = WorkerMetadata(
                 engine=self.transport_name,
                 bucket_size=self.bucket_size,
-                digest=digest_kind(self._buffers[0].device) if self._verify else "off",
+                digest=digest_kind(self._memory.buffers[0].device) if self._verify else "off",
                 control=hub.card(),
-                transport=self._transport.describe(),
+                transport=transport.describe(),
             )
             self._session = Session(hub, own)
             return own.to_dict()
@@ -236,7 +225,7 @@ class BucketedCheckpointEngine(CheckpointEngine):
                 poison_released=self._poison_released,
                 manifest_check=self.manifest_check,
             )
-            with session.saying_drops(), refit.on(session.link, drain=partial(self._drain, receiver)):
+            with session.saying_drops(), refit.on(session.link, drain=partial(self._memory.drain, receiver)):
                 await refit.meet(session.link)
                 refit.transport.open(sending=False)
                 async with aclosing(receiver.batches()) as batches:
@@ -292,8 +281,7 @@ class BucketedCheckpointEngine(CheckpointEngine):
             self._closed = True
             with ExitStack() as rest:
                 rest.callback(self._waiter.close)
-                if self._transport is not None and not self._is_stuck:
-                    rest.callback(self._transport.close)
+                rest.callback(self._memory.close_transport)
                 self._release()
 
     def _after_refit(self) -> None:
@@ -302,23 +290,12 @@ class BucketedCheckpointEngine(CheckpointEngine):
     def _release(self) -> None:
         """Drop the peers, then free the buffers, which a peer may read until it is dropped."""
         self._close_session()
-        if self._is_stuck:
-            _log.warning(
-                "%s engine: a transfer has not ended; its buffers are kept until it does", self.transport_name
-            )
-            return
-        if self._transport is not None:
-            self._transport.release()
-        devices = {buffer.device for buffer in self._buffers}
-        self._buffers = []
-        for device in devices:
-            give_back(device)
+        self._memory.release()
 
     def _close_session(self) -> None:
         session, self._session = self._session, None
         try:
-            if self._transport is not None:
-                self._transport.disconnect()
+            self._memory.disconnect()
         finally:
             if session is not None:
                 session.close()
@@ -338,7 +315,7 @@ class BucketedCheckpointEngine(CheckpointEngine):
             epoch=epoch,
             version=version,
             transport=transport,
-            buffers=self._buffers,
+            buffers=self._memory.buffers,
             waiter=self._waiter,
             deadlines=self._deadlines,
             verify=self._verify,
@@ -346,31 +323,13 @@ class BucketedCheckpointEngine(CheckpointEngine):
             unmet=session.links,
         )
 
-    def _drain(self, receiver: BucketReceiver) -> None:
-        try:
-            receiver.close()
-        except DeadlineError:
-            self._stuck = receiver
-            raise
-
-    @property
-    def _is_stuck(self) -> bool:
-        return self._stuck is not None and self._stuck.is_running
-
-    def _require_sound(self) -> None:
-        if self._stuck is not None:
-            raise TransportError(
-                "a transfer of an earlier refit could not be ended, and might write into the buffers of this "
-                "one: close this engine, make and prepare a new one"
-            )
-
     def _prepared(self) -> tuple[Session, BucketTransport]:
-        self._require_sound()
-        if self._session is None or self._transport is None:
+        transport = self._memory.require()
+        if self._session is None:
             raise LifecycleError(
                 "the engine is not prepared: call prepare() and join the process group first"
             )
-        return self._session, self._transport
+        return self._session, transport
 
     def _read(self, metadata: list[Any], expected: int, own_index: int) -> list[WorkerMetadata]:
         session, _ = self._prepared()
