@@ -149,8 +149,8 @@ class CheckpointEngineWeightSynchronizer:
 
         Raises:
             LifecycleError: not connected, another refit is running, or the version is not greater.
-            RefitError: the refit failed, within ``total_s`` seconds; nothing was published. Says which
-                rank, phase and tensor, what still serves, and what to do.
+            RefitError: the refit failed, within ``total_s`` seconds. Says which rank, phase and tensor, what
+                still serves or was published, and what to do.
         """
         with self._exclusive("sync_weights"):
             self._require_ready()
