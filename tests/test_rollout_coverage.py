@@ -169,7 +169,7 @@ def _size(name):
 def test_unknown_names_are_all_found_and_loading_goes_on():
     report = report_of({"who": (1,), **FULL, "x.inv_freq": (2,), "what": (3,)})
     assert problems(report) == {"refused": ["who", "what"], "unused": ["x.inv_freq"]}
-    assert report.refused["who"] == "KeyError: 'who'"
+    assert report.refused["who"] == "float32[1], KeyError: 'who'"
 
 
 def test_many_unknown_names_are_bounded():

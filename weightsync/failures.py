@@ -119,6 +119,9 @@ def refit_error(
         remedy: what helps when every worker is alive.
     """
     lost, busy = sorted(set(lost)), sorted(set(busy) - set(lost))
+    # Who was found silent by its own peer is not merely waiting.
+    accused = {each.record.context.peer for each in failures if each.record.kind == PeerLostError.__name__}
+    patient = {who: left for who, left in (patient or {}).items() if str(who) not in accused}
     known = {failure.who for failure in failures}
     later = [failure for failure in afterwards if failure.who not in known]
     ordered = [*cause_first(failures, lost), *cause_first(later, lost)]
@@ -129,7 +132,7 @@ def refit_error(
         _others(ordered[1:]),
         *notes,
         _serving_text(serving or {}),
-        _advice(lost, busy, patient or {}, _unreached(serving or {}), remedy),
+        _advice(lost, busy, patient, _unreached(serving or {}), remedy),
     ]
     where = first.record.context
     error = RefitError(

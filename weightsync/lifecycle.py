@@ -8,6 +8,7 @@ not be reset: it stays paused until a later refit has reset them.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -101,9 +102,14 @@ class Refit:
             with self._timed("connect"):
                 self._plan.connect(self._deadline)
         self._paused = True
-        self._control("pause", "pause", {"in_flight": self._settings.in_flight})
-        self._control("release", "release_kv_cache")
-        self._require("open", *crew.on_both("open_refit", {"epoch": self._plan.epoch, "version": version}))
+        # A stopped worker is to be noticed before the time of a whole refit has passed. Only requests that
+        # are waited for may take as long as they like.
+        settings = self._settings
+        pause_s = math.inf if settings.in_flight == "wait" else settings.stall_s
+        self._control("pause", "pause", {"in_flight": settings.in_flight}, limit_s=pause_s)
+        self._control("release", "release_kv_cache", limit_s=settings.stall_s)
+        opening = crew.on_both("open_refit", {"epoch": self._plan.epoch, "version": version})
+        self._require("open", *opening, limit_s=settings.connect_s + settings.silence_s)
         crew.stale.update(crew.rollout.rank_prefixes)
         self.began = True
         self._transfer()
@@ -128,7 +134,8 @@ class Refit:
         }
 
     def _commit(self, version: int) -> None:
-        answers = self._require("commit", self._crew.rollout.submit("commit_refit", {"version": version}))
+        committing = self._crew.rollout.submit("commit_refit", {"version": version})
+        answers = self._require("commit", committing, limit_s=self._settings.stall_s)
         require_complete(answers, self._crew.rollout, "commit")
         wrong = {who: value for who, value in answers.values.items() if value != version}
         if wrong:
@@ -141,8 +148,10 @@ class Refit:
             )
         self._committed = True
 
-    def _control(self, phase: str, action: str, kwargs: Mapping[str, Any] | None = None) -> None:
-        answers = self._require(phase, self._crew.rollout.control(action, kwargs))
+    def _control(
+        self, phase: str, action: str, kwargs: Mapping[str, Any] | None = None, *, limit_s: float
+    ) -> None:
+        answers = self._require(phase, self._crew.rollout.control(action, kwargs), limit_s=limit_s)
         _fail_for(refusals(answers, phase, action), phase)
 
     def _reset_caches(self, timeout_s: float) -> list[Failure]:
@@ -167,9 +176,13 @@ class Refit:
             )
         _fail_for(failures, "publish")
 
-    def _require(self, phase: str, *calls: PendingCall, patience_s: float = 0.0) -> Answers:
+    def _require(
+        self, phase: str, *calls: PendingCall, patience_s: float = 0.0, limit_s: float = math.inf
+    ) -> Answers:
+        """Wait for all of a step's answers, within the refit's time and at most ``limit_s``."""
+        deadline = Deadline(min(self._deadline.left_s(), limit_s))
         with self._timed(phase):
-            return self._crew.require(phase, *calls, deadline=self._deadline, patience_s=patience_s)
+            return self._crew.require(phase, *calls, deadline=deadline, patience_s=patience_s)
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

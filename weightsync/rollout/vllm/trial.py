@@ -55,12 +55,12 @@ def rank_place(vllm_config: Any) -> RankPlace:
 def _feed(model: Any, sources: list[tuple[str, torch.Tensor]]) -> dict[str, str]:
     """Load the sources; a tensor at which the model raises is noted, and loading goes on after it."""
     refused: dict[str, str] = {}
-    current: list[str] = []
+    current: list[tuple[str, torch.Tensor]] = []
 
     def items() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in sources:
-            current[:] = [name]
-            yield name, tensor
+        for source in sources:
+            current[:] = [source]
+            yield source
         current.clear()
 
     remaining = items()
@@ -71,10 +71,18 @@ def _feed(model: Any, sources: list[tuple[str, torch.Tensor]]) -> dict[str, str]
             if not current:
                 # The whole stream was read: the complaint is about what it lacks, and that is counted anyway.
                 break
-            refused[current[0]] = f"{type(error).__name__}: {error}"[:_MAX_REASON_CHARS]
+            name, tensor = current[0]
+            refused[name] = f"{_form(tensor)}, {type(error).__name__}: {error}"[:_MAX_REASON_CHARS].rstrip(
+                ": "
+            )
         else:
             break
     return refused
+
+
+def _form(tensor: torch.Tensor) -> str:
+    """Say what was offered: a model's own complaint often does not."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def _build_on_meta(config: Any) -> Any:
