@@ -139,7 +139,22 @@ class WeightManifest(msgspec.Struct, frozen=True):
         return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(self.tensors))
 
 
-class WeightStream(Generator[tuple[str, torch.Tensor], None, None]):
+class WeightGenerator(Generator[tuple[str, torch.Tensor], None, None]):
+    """Base of generators of ``(name, tensor)`` that are classes: they say how to `send` and to `close`."""
+
+    def throw(
+        self,
+        typ: type[BaseException] | BaseException,
+        val: BaseException | object = None,
+        tb: TracebackType | None = None,
+        /,
+    ) -> Any:
+        """Close the stream and raise (generator protocol)."""
+        self.close()
+        return super().throw(typ, val, tb)  # type: ignore[arg-type]
+
+
+class WeightStream(WeightGenerator):
     """A weight generator that knows its manifest before the first tensor is made.
 
     Engines take any generator of ``(name, tensor)``. Handed one of these, the built-in engines send the
@@ -160,17 +175,6 @@ class WeightStream(Generator[tuple[str, torch.Tensor], None, None]):
         if self._closed:
             raise StopIteration
         return next(self._weights)
-
-    def throw(
-        self,
-        typ: type[BaseException] | BaseException,
-        val: BaseException | object = None,
-        tb: TracebackType | None = None,
-        /,
-    ) -> Any:
-        """Close the stream and raise (generator protocol)."""
-        self.close()
-        return super().throw(typ, val, tb)  # type: ignore[arg-type]
 
     def close(self) -> None:
         """End the stream, and close the underlying generator, so that its ``finally`` blocks run now."""

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Mapping
-from types import TracebackType
 from typing import Any
 
 import torch
 
-from weightsync.tensors import WeightStream
+from weightsync.tensors import WeightGenerator, WeightStream
 
 Weights = Generator[tuple[str, torch.Tensor], None, None]
 
 
-class MeteredWeights(Weights):
+class MeteredWeights(WeightGenerator):
     """Passes a weight generator on to an engine, counting; holds no tensor between two items.
 
     Closing this one only ends it for the engine. The generator behind it is closed by its owner, after the
@@ -47,17 +46,6 @@ class MeteredWeights(Weights):
         self.tensors += 1
         self.nbytes += tensor.nbytes
         return name, tensor
-
-    def throw(
-        self,
-        typ: type[BaseException] | BaseException,
-        val: BaseException | object = None,
-        tb: TracebackType | None = None,
-        /,
-    ) -> Any:
-        """End the stream and raise (generator protocol)."""
-        self.close()
-        return super().throw(typ, val, tb)  # type: ignore[arg-type]
 
     def close(self) -> None:
         """Yield nothing more."""
