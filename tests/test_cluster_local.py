@@ -17,7 +17,7 @@ from tests.scripted_workers import (
     raising,
     sleeping,
 )
-from weightsync.cluster.base import RankId, gather
+from weightsync.cluster.base import gather
 from weightsync.cluster.local import LocalPolicyGroup, LocalRolloutGroup
 from weightsync.errors import (
     ConfigurationError,
@@ -26,6 +26,7 @@ from weightsync.errors import (
     MissingDependencyError,
     ProtocolError,
 )
+from weightsync.topology import RankId
 
 
 def ask(call, timeout_s=5.0, grace_s=5.0):

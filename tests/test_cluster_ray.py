@@ -14,7 +14,7 @@ ray = pytest.importorskip("ray")
 
 from tests.scripted_workers import ScriptedEngineHost, ScriptedPolicyWorker, raising, sleeping  # noqa: E402
 from tests.test_synchronizer import SEND, UPDATE, configuration  # noqa: E402
-from weightsync.cluster.base import RankId, gather  # noqa: E402
+from weightsync.cluster.base import gather  # noqa: E402
 from weightsync.cluster.ray import RayPolicyGroup, RayRolloutGroup  # noqa: E402
 from weightsync.errors import (  # noqa: E402
     ConfigurationError,
@@ -24,6 +24,7 @@ from weightsync.errors import (  # noqa: E402
     RefitError,
 )
 from weightsync.synchronizer import CheckpointEngineWeightSynchronizer  # noqa: E402
+from weightsync.topology import RankId  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
 

@@ -8,10 +8,10 @@ import json
 import pytest
 
 from weightsync import progress as progress_module
-from weightsync.cluster.base import RankId
 from weightsync.errors import ProtocolError
 from weightsync.progress import NoProgress, RefitProgress
 from weightsync.report import RankFigures, RefitReport
+from weightsync.topology import RankId
 
 FIGURES = {"bytes": 2_000_000_000, "tensors": 3, "batches": 2, "seconds": {"receive": 1.0, "total": 1.5}}
 

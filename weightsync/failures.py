@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from weightsync.cluster.base import Failure, RankId
+from weightsync.cluster.base import Failure
 from weightsync.errors import (
     DeadlineError,
     ErrorRecord,
@@ -21,6 +21,7 @@ from weightsync.errors import (
     TransportError,
     WeightSyncError,
 )
+from weightsync.topology import RankId
 
 _MAX_OTHERS_SHOWN = 4
 _ABOUT_A_PEER = {cls.__name__ for cls in (PeerLostError, DeadlineError, TransportError)}

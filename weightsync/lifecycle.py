@@ -15,12 +15,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from weightsync.cluster.base import Answers, Failure, PendingCall, RankId, driver_failure
+from weightsync.cluster.base import Answers, Failure, PendingCall, driver_failure
 from weightsync.config import RefitLifecycle
 from weightsync.crew import Crew, Deadline, StepError, require_complete
 from weightsync.errors import ProtocolError, RefitError, WeightSyncError
 from weightsync.failures import Serving, list_ranks, refit_error
 from weightsync.report import RankFigures, RefitReport
+from weightsync.topology import RankId
 
 _MAX_CLEANUP_STEPS = 6  # fence, status, reset, finalize, resume, and status once more
 _LEAST_STEP_S = 0.25

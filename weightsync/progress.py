@@ -9,8 +9,8 @@ from typing import Protocol, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from weightsync.cluster.base import RankId
 from weightsync.failures import list_ranks
+from weightsync.topology import RankId
 
 _MAX_RANKS_SHOWN = 8
 

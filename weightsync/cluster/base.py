@@ -42,23 +42,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 from weightsync.errors import DeadlineError, ErrorContext, ErrorRecord, PeerLostError, WeightSyncError
 from weightsync.outcomes import Outcome
+from weightsync.topology import RankId
 
 _SLICE_S = 0.2
 _SHARED_SLICE_S = 0.02
-
-
-class RankId(NamedTuple):
-    """One rank of one side."""
-
-    side: str
-    rank: int
-
-    def __str__(self) -> str:
-        return f"{self.side} rank {self.rank}"
 
 
 class PendingCall(Protocol):

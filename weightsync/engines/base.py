@@ -7,12 +7,21 @@ them have defaults that do nothing, so a plugin that knows only the abstract one
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Generator
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
+from typing import Any, ClassVar
 
 import torch
 
 from weightsync.tensors import WeightManifest
+
+CAPABILITIES: Mapping[str, str] = {
+    "processes": "its workers may be in processes of their own",
+    "hosts": "its workers may be on several hosts",
+    "losses": "a worker that dies, stops or raises is an error on its peers within the deadlines",
+    "checks": "what comes damaged, twice or not at all is an error",
+    "latecomers": "a worker that comes after a refit is given its weights without another one",
+}
+"""What an engine is expected to do, unless its class says in `CheckpointEngine.lacks` why it cannot."""
 
 
 class CheckpointEngine(ABC):
@@ -22,6 +31,9 @@ class CheckpointEngine(ABC):
     """
 
     shard_expert_weights: bool = False
+
+    lacks: ClassVar[Mapping[str, str]] = {}
+    """What this engine cannot do by nature, each of `CAPABILITIES` with the reason."""
 
     manifest_check: Callable[[WeightManifest], None] | None = None
     """Set by the receiver: called with the manifest before the first batch; raises to refuse the refit."""
@@ -69,6 +81,10 @@ class CheckpointEngine(ABC):
         """
 
     # Optional hooks.
+
+    def refuses(self, *, train_world_size: int, rollout_world_size: int) -> str | None:
+        """Return why this engine, as it is configured, cannot connect so many workers; `None` if it can."""
+        return None
 
     def open_refit(self, *, epoch: int, version: int) -> None:  # noqa: B027 - an optional hook
         """Learn which refit comes next: ``epoch`` counts attempts, ``version`` names the weights."""

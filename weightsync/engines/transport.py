@@ -1,53 +1,108 @@
-"""How a bucket's bytes reach the peer: the part that differs from transport to transport."""
+"""How a bucket's bytes reach the peers: the part that differs from transport to transport."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from weightsync.control import Bucket
+from weightsync.topology import RankId
 
 SLOTS = 2
 """Transfer buffers of a worker: one is filled or loaded while the other is on its way."""
 
+Check = Callable[[], None]
+"""To be called while waiting; raises when the refit is lost."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another worker, and what its transport's `describe` said."""
+
+    who: RankId
+    transport: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker stands among its peers."""
+
+    who: RankId
+    train_world_size: int
+    rollout_world_size: int
+    sources: tuple[Peer, ...]
+    """The workers whose buckets this one fetches."""
+    targets: tuple[Peer, ...]
+    """The workers that fetch this one's buckets."""
+
 
 class BucketTransport(ABC):
-    """Moves buckets between the equally numbered workers of a pair.
+    """Moves buckets from a worker to those that it sends to.
 
-    Life: `allocate` -> `describe` -> `connect` -> (`open` -> `publish` or `fetch` ... -> `shut`) once a
-    refit -> `disconnect` -> `release` -> `close`. After `disconnect`, `describe` and `connect` may follow
-    again; after `release`, `allocate`.
+    Life: `allocate` -> `describe` -> `connect` -> (`open` -> `publish`, `fetch`, `settle` ... -> `shut`) once
+    a refit -> `disconnect` -> `release` -> `close`. After `disconnect`, `describe` and `connect` may follow
+    again; after `release`, `allocate`. A worker that receives may also publish: it forwards what it fetched.
     """
+
+    in_place: bool = False
+    """Whether `fetch` returns the sender's own memory, which is then released once the bucket is loaded."""
 
     @abstractmethod
     def allocate(self, bucket_size: int) -> list[torch.Tensor]:
         """Make and register `SLOTS` buffers of ``bucket_size`` bytes; returns them, flat uint8."""
+
+    def extend(self) -> torch.Tensor:
+        """Make and register one more buffer of the same size, for a sender that keeps all its buckets.
+
+        `publish` says in its payload what a peer needs to know of such a buffer. Without this method a
+        transport cannot serve a sender of that kind.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has a fixed number of buffers")
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """Return plain data from which a peer's `connect` can reach this worker's buffers."""
 
     @abstractmethod
-    def connect(self, peer: dict[str, Any]) -> None:
-        """Learn the peer from its `describe`."""
+    def connect(self, place: Place) -> None:
+        """Learn this worker's place and its peers. Does not wait for them.
+
+        Raises:
+            ConfigurationError: a peer's description is damaged, or it cannot be reached in this way.
+        """
 
     @abstractmethod
-    def open(self, *, sending: bool) -> None:
-        """Begin a refit."""
+    def open(self, *, sending: bool, timeout_s: float, check: Check) -> None:
+        """Begin a refit; all of this worker's peers have begun it, too. May wait for them.
+
+        Args:
+            sending: whether `publish` will be called.
+            timeout_s: seconds that it may take.
+            check: see `Check`.
+        """
 
     @abstractmethod
     def publish(self, slot: int, nbytes: int) -> bytes:
-        """Make the first ``nbytes`` bytes of a filled buffer available; returns the message's payload."""
+        """Make the first ``nbytes`` bytes of a filled buffer available; returns the message's payload.
+
+        Never waits: other ranks may be inside a collective.
+        """
 
     @abstractmethod
-    def fetch(self, bucket: Bucket, slot: int, *, timeout_s: float, check: Callable[[], None]) -> None:
-        """Bring a bucket's bytes into the local buffer ``slot``; returns when they are all there.
+    def fetch(
+        self, source: RankId, bucket: Bucket, slot: int, *, timeout_s: float, check: Check
+    ) -> torch.Tensor:
+        """Bring in a bucket; returns its bytes, flat uint8, when they are all there.
 
-        ``check`` is to be called while waiting; it raises when the refit is lost.
+        They are in the local buffer ``slot``; with `in_place`, in the source's memory.
         """
+
+    def settle(self, slot: int, *, timeout_s: float, check: Check) -> None:  # noqa: B027 - optional
+        """Wait until a published buffer may be filled again; every target has released it already."""
 
     @abstractmethod
     def shut(self) -> None:
@@ -55,7 +110,7 @@ class BucketTransport(ABC):
 
     @abstractmethod
     def disconnect(self) -> None:
-        """Leave the peer: it may be another one that `connect` is told of next. Idempotent."""
+        """Leave the peers: they may be others that `connect` is told of next. Idempotent."""
 
     @abstractmethod
     def release(self) -> None:
