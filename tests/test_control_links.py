@@ -170,7 +170,7 @@ def test_messages_arrive_once_and_in_order():
 def test_any_tensor_name_travels(name):
     spec = TensorSpec(name, (2, 0), "bfloat16")
     manifest = Manifest((spec,), "xxh3-64")
-    bucket = Bucket(0, 0, 0, (ChunkEntry(spec, 0, 0, 0, 2**64 - 1),))
+    bucket = Bucket(0, 0, 0, (ChunkEntry(spec, 0, 0, 0, 2**64 - 1, 0),))
     with open_pair() as (server, client):
         server.send(manifest)
         server.send(bucket)

@@ -38,7 +38,7 @@ NAMES = ["model.embed", "モデル.重み", "a\0b", "line\nbreak", "\U0001f600",
 
 
 def entry(name="w", shape=(2, 3)):
-    return ChunkEntry(TensorSpec(name, shape, "bfloat16"), 0, 12, 256, 2**64 - 1)
+    return ChunkEntry(TensorSpec(name, shape, "bfloat16"), 0, 12, 256, 2**64 - 1, 7)
 
 
 EVERY = [

@@ -4,6 +4,9 @@ The sending side runs ``place_chunks(split_weight_chunks(weights, bucket_size), 
 each chunk to its place; the receiving side cuts the chunks out again with `unpack_bucket` and restores
 whole tensors with `merge_weight_chunk_batches`. Every offset is aligned before the fit test, so what one
 side places the other can view.
+
+Several senders may have a share of the chunks each: all of them run `place_chunks` over the same stream,
+and so agree on who sends what without a word; the receiver's merger is then told of several ``sources``.
 """
 
 from __future__ import annotations
@@ -76,11 +79,14 @@ def _require_bucket_size(bucket_size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one chunk goes: ``meta.offset`` bytes into bucket number ``bucket``."""
+    """Where one chunk goes: ``meta.offset`` bytes into bucket number ``bucket`` of an ``owner``."""
 
     bucket: int
     meta: TensorMeta
     data: torch.Tensor
+    owner: int = 0
+    opens: bool = False
+    """Whether it is the first of another bucket than the owner's first one."""
 
     @property
     def end(self) -> int:
@@ -88,27 +94,40 @@ class Placement:
         return (self.meta.offset or 0) + self.meta.chunk_size
 
 
-def place_chunks(chunks: Iterable[Chunk], bucket_size: int) -> Iterator[Placement]:
-    """Give each chunk its bucket and its aligned offset, in stream order.
+def largest_chunk(bucket_size: int, owners: int) -> int:
+    """Return the bytes at which to cut tensors, so that the owners' shares come out alike."""
+    if owners == 1:
+        return bucket_size
+    return max(bucket_size // owners // ALIGNMENT * ALIGNMENT, min(bucket_size, ALIGNMENT))
 
-    A chunk that does not fit opens the next bucket; chunks of no bytes never do.
+
+def place_chunks(chunks: Iterable[Chunk], bucket_size: int, owners: int = 1) -> Iterator[Placement]:
+    """Give each chunk its owner, its bucket and its aligned offset, in stream order.
+
+    A chunk goes to the owner with the fewest bytes so far. One that does not fit opens the owner's next
+    bucket; chunks of no bytes never do.
 
     Raises:
         ConfigurationError: a chunk is larger than a bucket, or a bucket size below 1.
     """
     _require_bucket_size(bucket_size)
-    bucket, fill = 0, 0
+    shares = [0] * owners
+    buckets, fills = [0] * owners, [0] * owners
     for meta, data in chunks:
-        offset = align_up(fill)
         if meta.chunk_size > bucket_size:
             raise ConfigurationError(
                 f"a chunk of {meta.chunk_size} bytes does not fit a bucket of {bucket_size}", tensor=meta.name
             )
-        if meta.chunk_size and offset + meta.chunk_size > bucket_size:
-            bucket, offset = bucket + 1, 0
+        owner = min(range(owners), key=shares.__getitem__)
+        offset = align_up(fills[owner])
+        opens = meta.chunk_size > 0 and offset + meta.chunk_size > bucket_size
+        if opens:
+            buckets[owner], offset = buckets[owner] + 1, 0
         if meta.chunk_size:
-            fill = offset + meta.chunk_size
-        yield Placement(bucket, replace(meta, offset=min(offset, bucket_size)), data)
+            fills[owner] = offset + meta.chunk_size
+            shares[owner] += meta.chunk_size
+        placed = replace(meta, offset=min(offset, bucket_size))
+        yield Placement(buckets[owner], placed, data, owner, opens)
         del data  # or its tensor would still be there while the source makes the next one
 
 
@@ -131,15 +150,18 @@ def unpack_bucket(bucket: torch.Tensor, metas: Iterable[TensorMeta]) -> list[Chu
 
 
 class ChunkMerger:
-    """Restores whole tensors from the chunks of one stream, fed in stream order.
+    """Restores whole tensors from the chunks of one stream.
 
-    At most one tensor is in the making; it owns its memory, whole tensors are views of the bucket.
+    A tensor that is in the making owns its memory, whole tensors are views of the bucket.
+
+    Args:
+        sources: how many senders have a share of the chunks. With one, they are to come in stream order and
+            at most one tensor is in the making; with more, in any order.
     """
 
-    def __init__(self) -> None:
-        self._meta: TensorMeta | None = None
-        self._data: torch.Tensor | None = None
-        self._filled = 0
+    def __init__(self, sources: int = 1) -> None:
+        self._ordered = sources == 1
+        self._partial: dict[str, _Partial] = {}
         self._begun: set[str] = set()
 
     def feed(self, chunks: Iterable[Chunk]) -> list[tuple[str, torch.Tensor]]:
@@ -151,22 +173,27 @@ class ChunkMerger:
         """
         return [done for meta, data in chunks if (done := self._take(meta, data)) is not None]
 
+    @property
+    def bytes_in_the_making(self) -> int:
+        """Memory of the tensors that are not whole yet."""
+        return sum(partial.data.numel() for partial in self._partial.values())
+
     def _take(self, meta: TensorMeta, data: torch.Tensor) -> tuple[str, torch.Tensor] | None:
-        self._require_next(meta, data)
-        if self._meta is None:
+        _require_described(meta, data)
+        partial = self._partial.get(meta.name)
+        if self._ordered:
+            self._require_next(meta, partial)
+        if partial is None:
             self._begin(meta)
         if meta.is_whole:
             return meta.name, tensor_from_bytes(data, meta.shape, meta.dtype)
-        if self._data is None:
-            self._meta = meta
-            self._data = torch.empty(meta.nbytes, dtype=torch.uint8, device=data.device)
-        self._data[meta.chunk_offset : meta.chunk_offset + meta.chunk_size].copy_(data)
-        self._filled += meta.chunk_size
-        if not meta.is_last:
+        if partial is None:
+            partial = self._partial[meta.name] = _Partial(meta, data.device)
+        partial.fill(meta, data)
+        if partial.filled < meta.nbytes:
             return None
-        merged = tensor_from_bytes(self._data, meta.shape, meta.dtype)
-        self._meta, self._data, self._filled = None, None, 0
-        return meta.name, merged
+        del self._partial[meta.name]
+        return meta.name, tensor_from_bytes(partial.data, meta.shape, meta.dtype)
 
     def _begin(self, meta: TensorMeta) -> None:
         if min(meta.shape, default=0) < 0:
@@ -175,28 +202,16 @@ class ChunkMerger:
             raise ManifestError("the stream repeats a name", tensor=meta.name)
         self._begun.add(meta.name)
 
-    def _require_next(self, meta: TensorMeta, data: torch.Tensor) -> None:
-        fits = meta.chunk_offset + meta.chunk_size <= meta.nbytes and (meta.chunk_size > 0) == (
-            meta.nbytes > 0
-        )
-        if data.numel() != meta.chunk_size or not fits:
+    def _require_next(self, meta: TensorMeta, partial: _Partial | None) -> None:
+        expected = partial or next(iter(self._partial.values()), None)
+        at = expected.filled if expected else 0
+        if meta.chunk_offset != at:
+            place = f"byte {at} of {expected.meta.name!r}" if expected else "a tensor's first byte"
             raise IncompleteStreamError(
-                f"a chunk of {data.numel()} bytes does not match its description", tensor=meta.name
+                f"expected {place}, got byte {meta.chunk_offset} of {meta.name!r}", tensor=meta.name
             )
-        if meta.chunk_offset != self._filled:
-            expected = (
-                f"byte {self._filled} of {self._meta.name!r}" if self._meta else "a tensor's first byte"
-            )
-            raise IncompleteStreamError(
-                f"expected {expected}, got byte {meta.chunk_offset} of {meta.name!r}", tensor=meta.name
-            )
-        if self._meta is not None and (meta.name, meta.shape, meta.dtype) != (
-            self._meta.name, self._meta.shape, self._meta.dtype,
-        ):  # fmt: skip
-            raise IncompleteStreamError(
-                f"{self._meta.name!r} ended at byte {self._filled} of {self._meta.nbytes}",
-                tensor=self._meta.name,
-            )
+        if expected is not None and partial is None:
+            raise expected.ended()
 
     def require_complete(self) -> None:
         """Check that no tensor is half done.
@@ -204,10 +219,46 @@ class ChunkMerger:
         Raises:
             IncompleteStreamError: the stream ended inside a tensor.
         """
-        if self._meta is not None:
+        for partial in self._partial.values():
             raise IncompleteStreamError(
-                f"the stream ended at byte {self._filled} of {self._meta.nbytes}", tensor=self._meta.name
+                f"the stream ended at byte {partial.filled} of {partial.meta.nbytes}",
+                tensor=partial.meta.name,
             )
+
+
+class _Partial:
+    """A tensor in the making."""
+
+    def __init__(self, meta: TensorMeta, device: torch.device) -> None:
+        self.meta = meta
+        self.data = torch.empty(meta.nbytes, dtype=torch.uint8, device=device)
+        self.filled = 0
+        self._ends: dict[int, int] = {}
+        """Of each chunk that has come: its first byte, and the one after its last."""
+
+    def fill(self, meta: TensorMeta, data: torch.Tensor) -> None:
+        if (meta.shape, meta.dtype) != (self.meta.shape, self.meta.dtype):
+            raise self.ended()
+        start, end = meta.chunk_offset, meta.chunk_offset + meta.chunk_size
+        if any(start < other_end and other < end for other, other_end in self._ends.items()):
+            raise IncompleteStreamError(f"bytes {start} to {end} came twice", tensor=meta.name)
+        self._ends[start] = end
+        self.data[start:end].copy_(data)
+        self.filled += meta.chunk_size
+
+    def ended(self) -> IncompleteStreamError:
+        name = self.meta.name
+        return IncompleteStreamError(
+            f"{name!r} ended at byte {self.filled} of {self.meta.nbytes}", tensor=name
+        )
+
+
+def _require_described(meta: TensorMeta, data: torch.Tensor) -> None:
+    fits = meta.chunk_offset + meta.chunk_size <= meta.nbytes and (meta.chunk_size > 0) == (meta.nbytes > 0)
+    if data.numel() != meta.chunk_size or not fits:
+        raise IncompleteStreamError(
+            f"a chunk of {data.numel()} bytes does not match its description", tensor=meta.name
+        )
 
 
 async def merge_weight_chunk_batches(

@@ -77,6 +77,10 @@ class Topology:
         self.require_rank(who)
         return tuple(self._targets.get(who, ()))
 
+    def index(self, who: RankId) -> int:
+        """Return a rank's place in a list of all workers, policy ranks first."""
+        return who.rank if who.side == "policy" else self.train_world_size + who.rank
+
     def share(self, policy_rank: int) -> int | None:
         """Return the share of the stream that a policy rank sends; `None` for one that sends nothing."""
         if not self.targets(RankId("policy", policy_rank)):

@@ -27,6 +27,7 @@ from weightsync.control.messages import (
     Release,
     Welcome,
 )
+from weightsync.control.watch import Watch
 
 __all__ = [
     "Abort",
@@ -48,6 +49,7 @@ __all__ = [
     "PROTOCOL_VERSION",
     "Ready",
     "Release",
+    "Watch",
     "Welcome",
     "default_host",
 ]

@@ -1,6 +1,6 @@
 """What the I/O thread does with a link: frames in and out, heartbeats, losses. `link` adds the callers' side.
 
-Everything here runs on the hub's I/O thread, and takes the link's lock for what it shares with callers.
+Everything here runs on the hub's I/O thread, and takes the hub's lock for what it shares with callers.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ class LinkHost(Protocol):
     deadlines: Deadlines
     protocol: int
     max_frame_bytes: int
+    news: threading.Condition
+    """Guards the links of this hub; notified of whatever happens to one of them."""
 
     def count(self, what: str) -> None:
         """Count something dropped or refused."""
@@ -51,7 +53,7 @@ class LinkCore(ABC):
         self._host = host
         self._card = card
         self._session = session
-        self._cond = threading.Condition()
+        self._cond = host.news
         self._attempt: Attempt | None = None
         self._refit: Refit | None = None
         self._closed: str | None = None

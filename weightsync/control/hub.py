@@ -31,6 +31,7 @@ from weightsync.control.link import Link
 from weightsync.control.loop import IoLoop
 from weightsync.control.messages import PROTOCOL_VERSION
 from weightsync.control.server import ServerLink
+from weightsync.control.watch import Watch
 from weightsync.control.wires import ClientWire, Gatekeeper, ServerSocket, ServerWire
 from weightsync.errors import ConfigurationError, LifecycleError
 
@@ -69,6 +70,7 @@ class ControlHub:
         self.deadlines = deadlines
         self.max_frame_bytes = max_frame_bytes
         self.protocol = PROTOCOL_VERSION
+        self.news = threading.Condition()
         self._keys = zmq.curve_keypair()
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
@@ -93,6 +95,10 @@ class ControlHub:
     def card(self) -> dict[str, str]:
         """Return what a peer needs to meet this hub: ``name``, ``address``, ``public_key``, ``session``."""
         return self._card.to_dict()
+
+    def watch(self) -> Watch:
+        """Return what waits for news of several links of this hub at once."""
+        return Watch(self.news)
 
     def accept(self, peer_card: dict[str, Any]) -> Link:
         """Return the server end of a link: from now on the peer of that card may dial in.

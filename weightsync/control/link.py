@@ -6,6 +6,7 @@ ends of the handshake are in `client` and `server`.
 
 from __future__ import annotations
 
+import math
 import time
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -114,18 +115,27 @@ class Link(LinkCore):
             LifecycleError: no refit is open, or it was ended meanwhile.
         """
         started = time.monotonic()
-        stall = started + (self._host.deadlines.stall_s if timeout_s is None else timeout_s)
+        end = started + (self._host.deadlines.stall_s if timeout_s is None else timeout_s)
         with self._cond:
             refit = self._require_open(phase)
-            total = refit.opened_at + self._host.deadlines.total_s
             while True:
-                message = self._next(refit, types, phase)
+                message = self._take(refit, types, phase)
                 if message is not None:
-                    return cast(M, message)
+                    return message
                 now = time.monotonic()
-                if now >= min(stall, total):
-                    raise self._overdue_error(refit, types, phase, None if now >= total else now - started)
-                self._cond.wait(min(stall, total) - now)
+                if now >= end:
+                    raise self._overdue_error(refit, types, phase, now - started)
+                self._cond.wait(min(end, self._total_end()) - now)
+
+    def poll(self, *types: type[M], phase: str) -> M | None:
+        """Return the next message if one has come; arguments and errors as for `receive`."""
+        with self._cond:
+            return self._take(self._require_open(phase), types, phase)
+
+    def overdue(self, *types: type[Message], phase: str, waited_s: float) -> WeightSyncError:
+        """Return the error that says that the peer was waited for in vain; ``types`` as for `receive`."""
+        with self._cond:
+            return self._overdue_error(self._require_open(phase), types, phase, waited_s)
 
     def check(self) -> None:
         """Raise if the peer aborted or was lost, or the time is up; return at once otherwise.
@@ -145,7 +155,7 @@ class Link(LinkCore):
             self._raise_failure(refit, "check")
             if refit.peer_closed and not refit.inbox:
                 raise self._left_error(refit, (), "check")
-            if time.monotonic() >= refit.opened_at + self._host.deadlines.total_s:
+            if time.monotonic() >= self._total_end():
                 raise self._overdue_error(refit, (), "check", None)
 
     def abort(self, error: BaseException) -> None:
@@ -183,6 +193,11 @@ class Link(LinkCore):
 
     # Under the lock, in either kind of thread.
 
+    def _total_end(self) -> float:
+        """Until when the open refit may last; an ended one is told of by other means."""
+        opened_at = self._refit.opened_at if self._refit is not None else math.inf
+        return opened_at + self._host.deadlines.total_s
+
     def _require_not_closed(self) -> None:
         if self._closed is not None:
             raise LifecycleError(self._closed, peer=self.peer)
@@ -209,6 +224,12 @@ class Link(LinkCore):
         if self._refit is None or self._refit.closing is not None:
             raise LifecycleError(f"no refit is open: begin comes before {doing}", peer=self.peer)
         return self._refit
+
+    def _take(self, refit: Refit, types: tuple[type[M], ...], phase: str) -> M | None:
+        message = self._next(refit, types, phase)
+        if message is None and time.monotonic() >= self._total_end():
+            raise self._overdue_error(refit, types, phase, None)
+        return cast(M | None, message)
 
     def _next(self, refit: Refit, types: tuple[type[Message], ...], phase: str) -> Message | None:
         self._require_not_closed()

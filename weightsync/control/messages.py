@@ -12,7 +12,7 @@ import msgspec
 from weightsync.errors import ErrorRecord
 from weightsync.tensors import TensorSpec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised whenever a header or a message changes; peers of different versions refuse each other."""
 
 NONCE_BYTES = 16
@@ -79,6 +79,7 @@ class ChunkEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     """One chunk in a bucket: its tensor, its bytes within the tensor, its place in the bucket.
 
     ``chunk_offset``, ``chunk_size`` and ``offset`` are bytes; ``digest`` is 64 bits of the chunk's bytes.
+    ``ordinal`` counts the tensors of the whole stream, of which this sender may have a share only.
     """
 
     spec: TensorSpec
@@ -86,6 +87,7 @@ class ChunkEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     chunk_size: Count
     offset: Count
     digest: Count
+    ordinal: Count
 
     def __post_init__(self) -> None:
         _require_shape(self.spec)

@@ -7,14 +7,14 @@ Here are the life of an engine and of a refit, and their clean-up; `session` hol
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import ExitStack, aclosing, contextmanager
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack, aclosing
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from weightsync.control import ControlHub, Deadlines, Link
+from weightsync.control import ControlHub, Deadlines
 from weightsync.engines.base import CheckpointEngine
 from weightsync.engines.calls import CallLock
 from weightsync.engines.lockstep import Lockstep, make_lockstep
@@ -26,47 +26,55 @@ from weightsync.engines.sender import BucketSender, drain_weights
 from weightsync.engines.session import Session
 from weightsync.engines.stream import Weights, closing_stream
 from weightsync.engines.telling import tell_unmet
-from weightsync.engines.transport import BucketTransport
+from weightsync.engines.transport import BucketTransport, Peer, Place
 from weightsync.engines.waiting import Budget, Waiter
-from weightsync.errors import (
-    ConfigurationError,
-    LifecycleError,
-    WeightSyncError,
-)
+from weightsync.errors import ConfigurationError, LifecycleError, WeightSyncError
 from weightsync.tensors import digest_kind
-from weightsync.topology import paired_policy_rank, paired_rollout_rank
+from weightsync.topology import AUTO, DEFAULT_FAN_OUT, RankId, Topology, choose_topology, make_topology
 
 MIB = 1 << 20
 _CLOSE_S = 15.0
+_UNPREPARED = "the engine is not prepared: call prepare() and join the process group first"
 
 
 class BucketedCheckpointEngine(CheckpointEngine):
-    """An engine that sends buckets through a `BucketTransport`, in pairs of policy and rollout rank.
+    """An engine that sends buckets through a `BucketTransport`.
 
     Args:
         bucket_size: bytes of each transfer buffer, at least 1 MiB.
+        topology: one of the engine's `topologies`, or ``"auto"``; default: `default_topology`.
+        fan_out: of a tree: how many ranks each rank sends to.
         connect_s: seconds to wait for a peer at the beginning of a refit.
         stall_s: seconds without progress after which a peer is given up.
         total_s: seconds that a refit may take in all.
         silence_s: seconds without any sign of life after which a peer counts as lost.
         verify: ``"full"`` digests every chunk on both sides, ``"off"`` none.
         poison_released: overwrite receive buffers when they are given back, to show late readers.
+        release_after_refit: free the buffers in `finalize`; the next `prepare` makes new ones.
         bind_host: address that the control socket binds; default: the host's outgoing interface.
         advertise_host: address that peers are told; default: ``bind_host``.
     """
 
-    transport_name: str
+    transport_name: ClassVar[str]
+    topologies: ClassVar[tuple[str, ...]]
+    """What ``topology`` may be, beside ``"auto"``."""
+    default_topology: ClassVar[str] = "pairs"
+    why_these_topologies: ClassVar[str] = ""
+    """Said to who asks for another topology: ``a collective has one sender``."""
 
     def __init__(
         self,
         bucket_size: int,
         *,
+        topology: str | None = None,
+        fan_out: int = DEFAULT_FAN_OUT,
         connect_s: float = 60.0,
         stall_s: float = 300.0,
         total_s: float = 3600.0,
         silence_s: float = 15.0,
         verify: str = "full",
         poison_released: bool = False,
+        release_after_refit: bool = False,
         bind_host: str | None = None,
         advertise_host: str | None = None,
     ) -> None:
@@ -78,11 +86,15 @@ class BucketedCheckpointEngine(CheckpointEngine):
         if verify not in {"full", "off"}:
             raise ConfigurationError(f"verify must be 'full' or 'off', got {verify!r}")
         self.bucket_size = bucket_size
+        self.topology = self.default_topology if topology is None else topology
+        self.fan_out = fan_out
+        self._require_topology()
         self._deadlines = Deadlines(
             connect_s=connect_s, stall_s=stall_s, total_s=total_s, silence_s=silence_s
         )
         self._verify = verify == "full"
         self._poison_released = poison_released
+        self._release_after_refit = release_after_refit
         self._bind_host = bind_host
         self._advertise_host = advertise_host
         self._memory = TransferMemory(self.make_transport, bucket_size)
@@ -98,6 +110,14 @@ class BucketedCheckpointEngine(CheckpointEngine):
         """Return the transport; called once, at the first `prepare`."""
 
     # Setting up.
+
+    def refuses(self, *, train_world_size: int, rollout_world_size: int) -> str | None:
+        """Return why the topology does not fit the world sizes; `None` if it does."""
+        try:
+            self._topology_of(train_world_size, rollout_world_size)
+        except ConfigurationError as error:
+            return error.message
+        return None
 
     def prepare(self) -> dict[str, Any]:
         """Allocate and register the buffers, if that is not done yet, and open a new session.
@@ -124,6 +144,8 @@ class BucketedCheckpointEngine(CheckpointEngine):
                 engine=self.transport_name,
                 bucket_size=self.bucket_size,
                 digest=digest_kind(self._memory.buffers[0].device) if self._verify else "off",
+                topology=self.topology,
+                fan_out=self.fan_out,
                 control=hub.card(),
                 transport=transport.describe(),
             )
@@ -133,38 +155,30 @@ class BucketedCheckpointEngine(CheckpointEngine):
     def init_policy_process_group(
         self, *, worker_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
     ) -> None:
-        """Connect to the paired rollout rank, if there is one, and to the policy ranks to keep in step with.
+        """Connect to the ranks that this one sends to, if any, and to the policy ranks to keep in step with.
 
         Raises:
-            ConfigurationError: the world sizes cannot be paired, or the metadata are not this engine's.
+            ConfigurationError: the topology does not fit the world sizes, or the metadata are not this
+                engine's.
             LifecycleError: the engine is not prepared, or has joined a process group already.
         """
         with self._calls.hold("init_policy_process_group"):
-            partner = paired_rollout_rank(
-                worker_rank, train_world_size=train_world_size, rollout_world_size=rollout_world_size
-            )
-            entries = self._read(metadata, train_world_size + rollout_world_size, worker_rank)
-            peer = None if partner is None else (partner, entries[train_world_size + partner])
-            with self._joining(peer[1] if peer else None) as session:
-                session.join_policy(worker_rank, entries[:train_world_size], peer)
+            topology = self._topology_of(train_world_size, rollout_world_size)
+            self._join(RankId("policy", worker_rank), topology, metadata)
 
     def init_rollout_process_group(
         self, *, rollout_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
     ) -> None:
-        """Connect to the paired policy rank.
+        """Connect to the ranks that this one receives from, and to those that it forwards to.
 
         Raises:
-            ConfigurationError: the world sizes cannot be paired, or the metadata are not this engine's.
+            ConfigurationError: the topology does not fit the world sizes, or the metadata are not this
+                engine's.
             LifecycleError: the engine is not prepared, or has joined a process group already.
         """
         with self._calls.hold("init_rollout_process_group"):
-            partner = paired_policy_rank(
-                rollout_rank, train_world_size=train_world_size, rollout_world_size=rollout_world_size
-            )
-            own_index = train_world_size + rollout_rank
-            entries = self._read(metadata, train_world_size + rollout_world_size, own_index)
-            with self._joining(entries[partner]) as session:
-                session.join_rollout(rollout_rank, (partner, entries[partner]))
+            topology = self._topology_of(train_world_size, rollout_world_size)
+            self._join(RankId("rollout", rollout_rank), topology, metadata)
 
     # One refit.
 
@@ -173,9 +187,9 @@ class BucketedCheckpointEngine(CheckpointEngine):
         self._next = (epoch, version)
 
     async def send_weights(self, weights: Weights) -> None:
-        """Send a weight stream to the paired rollout rank; ranks without one keep their stream in step.
+        """Send a weight stream, or this rank's share of it; ranks without a target keep theirs in step.
 
-        Returns once the receiver has taken everything. The generator is consumed once and closed.
+        Returns once every receiver has loaded everything. The generator is consumed once and closed.
 
         Raises:
             WeightSyncError: with peer, phase, tensor, bucket and bytes so far where they are known.
@@ -184,11 +198,13 @@ class BucketedCheckpointEngine(CheckpointEngine):
             session, refit = self._begin_refit("policy")
             # Another rank may have to wait for its receiver, first to come and then to take a bucket.
             patience_s = self._deadlines.connect_s + self._deadlines.stall_s
-            lockstep = make_lockstep(refit.rank, session.step_links, self._waiter, refit.budget, patience_s)
+            lockstep = make_lockstep(
+                refit.who.rank, session.step_links, self._waiter, refit.budget, patience_s
+            )
             with session.saying_drops():
                 try:
                     await lockstep.begin(refit.meet)
-                    self._stats = await self._send(weights, session.link, refit, lockstep)
+                    self._stats = await self._send(weights, session, refit, lockstep)
                 except BaseException as error:
                     lockstep.stop(refit.sign(error))
                     refit.tell_unmet(error)
@@ -197,42 +213,41 @@ class BucketedCheckpointEngine(CheckpointEngine):
                     lockstep.end()
 
     async def _send(
-        self, weights: Weights, link: Link | None, refit: Refit, lockstep: Lockstep
+        self, weights: Weights, session: Session, refit: Refit, lockstep: Lockstep
     ) -> dict[str, float]:
-        if link is None:
+        share, links = refit.topology.share(refit.who.rank), list(session.targets.values())
+        if share is None:
             await drain_weights(weights, lockstep, refit)
             return refit.figures()
-        sender = BucketSender(refit, link, lockstep)
-        with refit.on(link):
-            await refit.meet(link)
-            refit.transport.open(sending=True)
+        sender = BucketSender(refit, links, share, lockstep)
+        with refit.on(links):
+            await refit.open(links, sending=True)
             sent = await sender.send(weights)
-        return refit.figures(sent, sender.buckets_sent)
+        return refit.figures(sent, sender.buckets_sent, sender.bytes_sent)
 
     async def receive_weight_batches(self) -> AsyncGenerator[list[tuple[str, torch.Tensor]], None]:
         """Yield batches of ``(name, tensor)``; a tensor is valid until the next batch is asked for.
 
         Raises:
-            WeightSyncError: the sender failed or was lost, or what came is not what was promised.
+            WeightSyncError: a sender failed or was lost, or what came is not what was promised.
         """
         with self._calls.hold("receive_weight_batches"):
             session, refit = self._begin_refit("rollout")
-            if session.link is None:
-                raise LifecycleError("this rank has no peer")
             receiver = BucketReceiver(
-                refit,
-                session.link,
-                poison_released=self._poison_released,
-                manifest_check=self.manifest_check,
+                refit, session.sources, session.targets, manifest_check=self.manifest_check
             )
-            with session.saying_drops(), refit.on(session.link, drain=partial(self._memory.drain, receiver)):
-                await refit.meet(session.link)
-                refit.transport.open(sending=False)
+            links = session.links
+            with session.saying_drops(), refit.on(links, drain=partial(self._memory.drain, receiver)):
+                try:
+                    await refit.open(links, sending=bool(session.targets))
+                except BaseException as error:
+                    refit.tell_unmet(error)
+                    raise
                 async with aclosing(receiver.batches()) as batches:
                     async for batch in batches:
                         yield batch
                         del batch  # a merged tensor owns its memory: let it go before the next one is made
-            self._stats = refit.figures(receiver.received, receiver.batches_yielded)
+            self._stats = refit.figures(receiver.received, receiver.batches_yielded, receiver.bytes_received)
 
     def abort_refit(self, error: BaseException) -> None:
         """Tell the peers why this side failed; they raise it with its traceback.
@@ -243,7 +258,7 @@ class BucketedCheckpointEngine(CheckpointEngine):
         if session is None:
             return
         if isinstance(error, WeightSyncError):
-            error.with_context(side=session.role, rank=session.rank)
+            error.with_context(**session.who._asdict() if session.who is not None else {})
         if self._next[0] is None or self._calls.holder is not None:
             session.abort(error)
             return
@@ -258,14 +273,15 @@ class BucketedCheckpointEngine(CheckpointEngine):
     # Tearing down.
 
     def finalize(self) -> None:
-        """Keep buffers and peers for the next refit.
+        """Keep buffers and peers for the next refit, or release them, as configured.
 
         Raises:
             LifecycleError: a refit is running.
         """
         with self._calls.hold("finalize"):
             self._next = (None, None)
-            self._after_refit()
+            if self._release_after_refit:
+                self._release()
 
     def close(self) -> None:
         """Disconnect and free everything. Idempotent. A refit that runs in another thread is aborted first.
@@ -284,9 +300,6 @@ class BucketedCheckpointEngine(CheckpointEngine):
                 rest.callback(self._memory.close_transport)
                 self._release()
 
-    def _after_refit(self) -> None:
-        """Free what shall not outlive a refit; nothing by default."""
-
     def _release(self) -> None:
         """Drop the peers, then free the buffers, which a peer may read until it is dropped."""
         self._close_session()
@@ -302,23 +315,25 @@ class BucketedCheckpointEngine(CheckpointEngine):
 
     # Pieces.
 
-    def _begin_refit(self, role: str) -> tuple[Session, Refit]:
+    def _begin_refit(self, side: str) -> tuple[Session, Refit]:
         session, transport = self._prepared()
-        if session.role != role or session.rank is None:
+        if session.who is None or session.topology is None or session.who.side != side:
             raise LifecycleError(
-                f"this engine has not joined as a {role} worker: call init_{role}_process_group() first"
+                f"this engine has not joined as a {side} worker: call init_{side}_process_group() first"
             )
         (epoch, version), self._next = self._next, (None, None)
         return session, Refit(
-            side=role,
-            rank=session.rank,
+            who=session.who,
+            topology=session.topology,
             epoch=epoch,
             version=version,
             transport=transport,
             buffers=self._memory.buffers,
             waiter=self._waiter,
+            watch=session.watch,
             deadlines=self._deadlines,
             verify=self._verify,
+            poison_released=self._poison_released,
             budget=Budget(self._deadlines.total_s),
             unmet=session.links,
         )
@@ -326,24 +341,47 @@ class BucketedCheckpointEngine(CheckpointEngine):
     def _prepared(self) -> tuple[Session, BucketTransport]:
         transport = self._memory.require()
         if self._session is None:
-            raise LifecycleError(
-                "the engine is not prepared: call prepare() and join the process group first"
-            )
+            raise LifecycleError(_UNPREPARED)
         return self._session, transport
 
-    def _read(self, metadata: list[Any], expected: int, own_index: int) -> list[WorkerMetadata]:
-        session, _ = self._prepared()
-        session.require_unjoined()
-        return read_metadata(metadata, expected=expected, own_index=own_index, own=session.own)
+    def _require_topology(self) -> None:
+        if self.topology not in (AUTO, *self.topologies):
+            because = f" ({self.why_these_topologies})" if self.why_these_topologies else ""
+            raise ConfigurationError(
+                f"{self.transport_name} has no topology {self.topology!r}{because}; "
+                f"write one of {', '.join((*self.topologies, AUTO))}"
+            )
+        if isinstance(self.fan_out, bool) or not isinstance(self.fan_out, int) or self.fan_out < 1:
+            raise ConfigurationError(f"fan_out must be a whole number of at least 1, got {self.fan_out!r}")
 
-    @contextmanager
-    def _joining(self, peer: WorkerMetadata | None) -> Iterator[Session]:
+    def _topology_of(self, train_world_size: int, rollout_world_size: int) -> Topology:
+        make = partial(choose_topology, self.topologies)
+        if self.topology != AUTO:
+            make = partial(make_topology, self.topology)
+        return make(
+            train_world_size=train_world_size, rollout_world_size=rollout_world_size, fan_out=self.fan_out
+        )
+
+    def _join(self, who: RankId, topology: Topology, metadata: list[Any]) -> None:
         """Join a process group whole or not at all: after a failure the engine is to be prepared again."""
+        topology.require_rank(who)
         session, transport = self._prepared()
+        session.require_unjoined()
+        entries = read_metadata(
+            metadata,
+            expected=topology.train_world_size + topology.rollout_world_size,
+            own_index=topology.index(who),
+            own=session.own,
+        )
+
+        def peers(ranks: tuple[RankId, ...]) -> tuple[Peer, ...]:
+            return tuple(Peer(rank, entries[topology.index(rank)].transport) for rank in ranks)
+
+        sources, targets = peers(topology.sources(who)), peers(topology.targets(who))
+        place = Place(who, topology.train_world_size, topology.rollout_world_size, sources, targets)
         try:
-            if peer is not None:
-                transport.connect(peer.transport)
-            yield session
+            transport.connect(place)
+            session.join(who, topology, entries)
         except BaseException:
             self._close_session()
             raise

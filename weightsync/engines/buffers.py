@@ -18,6 +18,9 @@ from weightsync.errors import ConfigurationError
 
 _log = logging.getLogger(__name__)
 
+POISON = 0xFF
+"""Fills released buffers in debug mode: NaN in every float format, so that late readers show."""
+
 
 def require_device(device: str) -> torch.device:
     """Return the device of the transfer buffers.

@@ -11,6 +11,8 @@ _ALIKE = {
     "engine": "all workers need the same refit_transport",
     "bucket_size": "all workers need the same bucket_size",
     "digest": "set verify and device alike on all workers",
+    "topology": "set topology alike on all workers",
+    "fan_out": "set fan_out alike on all workers",
 }
 
 
@@ -18,13 +20,16 @@ _ALIKE = {
 class WorkerMetadata:
     """One worker's entry in the combined metadata list.
 
-    ``engine``, ``bucket_size`` (bytes) and ``digest`` (kind) must be alike on all workers; ``control`` is the
-    card of its control channel, ``transport`` what its transport's `describe` returned.
+    ``engine``, ``bucket_size`` (bytes), ``digest`` (kind), ``topology`` and ``fan_out`` must be alike on all
+    workers; ``control`` is the card of its control channel, ``transport`` what its transport's `describe`
+    returned.
     """
 
     engine: str
     bucket_size: int
     digest: str
+    topology: str
+    fan_out: int
     control: dict[str, Any]
     transport: dict[str, Any]
 
@@ -41,6 +46,8 @@ _TYPES: dict[str, type] = {
     "engine": str,
     "bucket_size": int,
     "digest": str,
+    "topology": str,
+    "fan_out": int,
     "control": dict,
     "transport": dict,
 }

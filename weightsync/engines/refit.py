@@ -1,40 +1,47 @@
-"""One refit on one rank: what its two halves work with, how it meets its peer and how it ends."""
+"""One refit on one rank: what its two halves work with, how it meets its peers and how it ends."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
-from weightsync.control import Deadlines, Link
+from weightsync.control import Deadlines, Link, Watch
 from weightsync.engines.stats import Stopwatch
-from weightsync.engines.telling import tell_unmet
+from weightsync.engines.telling import tell_all, tell_unmet
 from weightsync.engines.transport import BucketTransport
 from weightsync.engines.waiting import Budget, Waiter
-from weightsync.errors import IncompleteStreamError, WeightSyncError
-from weightsync.tensors import WeightManifest
+from weightsync.errors import IncompleteStreamError, LifecycleError, WeightSyncError
+from weightsync.tensors import WeightManifest, digest_kind
+from weightsync.topology import RankId, Topology
+
+_SETTLE_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Refit:
     """What belongs to one refit on one rank. ``epoch`` and ``version`` `None` take the peer's."""
 
-    side: str
-    rank: int
+    who: RankId
+    topology: Topology
     epoch: int | None
     version: int | None
     transport: BucketTransport
     buffers: list[torch.Tensor]
     waiter: Waiter
+    watch: Watch
     deadlines: Deadlines
     verify: bool
+    poison_released: bool
     budget: Budget
     unmet: list[Link]
     """The links on which this refit has not been tried yet: their peers wait, and know nothing."""
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    _over: threading.Event = field(default_factory=threading.Event)
 
     @property
     def bucket_size(self) -> int:
@@ -52,15 +59,42 @@ class Refit:
     def sign(self, error: BaseException) -> BaseException:
         """Say in an error whose it is; returns it."""
         if isinstance(error, WeightSyncError):
-            error.with_context(side=self.side, rank=self.rank)
+            error.with_context(side=self.who.side, rank=self.who.rank)
         return error
 
+    @property
+    def digest_kind(self) -> str:
+        """Kind of the digests that chunks carry."""
+        return digest_kind(self.buffers[0].device) if self.verify else "off"
+
     async def meet(self, link: Link) -> None:
-        """Open this refit together with the peer."""
+        """Open this refit together with a peer."""
         self.unmet.remove(link)
         with self.stopwatch.phase("connect"):
             begin = partial(link.begin, epoch=self.epoch, version=self.version)
             await self.waiter.run(begin, undo=link.end)
+
+    async def open(self, links: Sequence[Link], *, sending: bool) -> None:
+        """Meet the peers that buckets come from or go to, then let the transport begin."""
+        for link in links:
+            await self.meet(link)
+
+        def check() -> None:
+            if self._over.is_set():
+                raise LifecycleError("the refit was ended before it began")
+            for link in links:
+                link.check()
+
+        timeout_s = self.budget.clip(self.deadlines.connect_s)
+        with self.stopwatch.phase("connect"):
+            try:
+                await self.waiter.run(
+                    lambda: self.transport.open(sending=sending, timeout_s=timeout_s, check=check)
+                )
+            except BaseException:
+                self._over.set()
+                self.waiter.settle(_SETTLE_S)
+                raise
 
     def tell_unmet(self, error: BaseException) -> None:
         """Tell the peers that wait to be met that the refit has failed without them."""
@@ -68,29 +102,33 @@ class Refit:
         self.unmet.clear()
 
     @contextmanager
-    def on(self, link: Link, *, drain: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Tell the peer of a failure of the block, and end the refit on the link and on the transport.
+    def on(self, links: Sequence[Link], *, drain: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Tell the peers of a failure of the block, and end the refit on the links and on the transport.
 
-        ``drain`` ends what still uses the buffers. It comes after the link has ended, which wakes it, and
-        before the transport shuts, which drops the connection that it uses.
+        ``drain`` ends what still uses the buffers. It comes after the links have ended, which wakes it, and
+        before the transport shuts, which drops the connections that it uses.
         """
         try:
             yield
         except GeneratorExit:
-            link.abort(self.sign(IncompleteStreamError("the consumer stopped before the end of the stream")))
+            stopped = IncompleteStreamError("the consumer stopped before the end of the stream")
+            tell_all(links, self.sign(stopped))
             raise
         except BaseException as error:
-            link.abort(self.sign(error))
+            tell_all(links, self.sign(error))
             raise
         finally:
-            link.end()
+            for link in links:
+                link.end()
             try:
                 drain()
             finally:
                 self.transport.shut()
 
-    def figures(self, moved: WeightManifest | None = None, batches: int = 0) -> dict[str, float]:
+    def figures(
+        self, moved: WeightManifest | None = None, batches: int = 0, bytes_moved: int = 0
+    ) -> dict[str, float]:
         """Return what `CheckpointEngine.refit_stats` gives: counts, and ``seconds_<phase>``."""
         seconds = {f"seconds_{phase}": value for phase, value in self.stopwatch.seconds().items()}
         counts = {"bytes": moved.nbytes, "tensors": len(moved)} if moved else {"bytes": 0, "tensors": 0}
-        return {**counts, "batches": batches, **seconds}
+        return {**counts, "batches": batches, "bytes_moved": bytes_moved, **seconds}

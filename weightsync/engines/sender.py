@@ -1,21 +1,33 @@
-"""The sending half of every built-in transport: pack, publish, wait for the receiver, keep in step."""
+"""The sending half of every built-in transport: pack, publish, wait for the receivers, keep in step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from typing import TypeVar
 
 import torch
 
-from weightsync.buckets import Placement, place_chunks, split_weight_chunks
-from weightsync.control import Bucket, ChunkEntry, Complete, Done, Link, Manifest, Release
-from weightsync.engines.buffers import synchronize
+from weightsync.buckets import Placement, largest_chunk, place_chunks, split_weight_chunks
+from weightsync.control import ChunkEntry, Done, Link, Manifest
+from weightsync.engines.buffers import POISON, overwrite, synchronize
 from weightsync.engines.lockstep import Lockstep
+from weightsync.engines.outlet import Outlet
 from weightsync.engines.refit import Refit
+from weightsync.engines.slots import Slots
 from weightsync.engines.stream import PromisedOrder, Weights
-from weightsync.errors import ErrorContext, ProtocolError, WeightSyncError
-from weightsync.tensors import TensorSpec, WeightManifest, digest_bytes, digest_kind
+from weightsync.errors import ErrorContext, WeightSyncError
+from weightsync.tensors import TensorSpec, WeightManifest, digest_bytes
+
+T = TypeVar("T")
+
+
+def place_stream(weights: Iterator[tuple[str, torch.Tensor]], refit: Refit) -> Iterator[Placement]:
+    """Cut and place a stream, alike on every policy rank: each sees where all of them open a bucket."""
+    size, owners = refit.bucket_size, refit.topology.owners
+    return place_chunks(split_weight_chunks(weights, largest_chunk(size, owners)), size, owners)
 
 
 async def drain_weights(weights: Weights, lockstep: Lockstep, refit: Refit) -> None:
@@ -25,10 +37,8 @@ async def drain_weights(weights: Weights, lockstep: Lockstep, refit: Refit) -> N
     """
     promise = PromisedOrder.of(weights, refit.stopwatch)
     await lockstep.step()
-    bucket, size = 0, refit.bucket_size
-    for placement in place_chunks(split_weight_chunks(promise.watch(weights), size), size):
-        if placement.bucket != bucket:
-            bucket = placement.bucket
+    for placement in place_stream(promise.watch(weights), refit):
+        if placement.opens:
             await lockstep.step()
         del placement  # or its tensor would still be there while the stream makes the next one
     await lockstep.finish()
@@ -45,29 +55,32 @@ class _OpenBucket:
 
 
 class BucketSender:
-    """Sends one weight stream to one receiver. Made anew for each refit.
+    """Sends one weight stream, or this rank's share of it. Made anew for each refit.
 
     Args:
         refit: whose buffers, transport and deadlines are used.
-        link: the control link to the receiver.
+        links: the control links to the receivers.
+        share: of the stream, of `Topology.owners`.
         lockstep: keeps this rank in step with the other policy ranks.
     """
 
-    def __init__(self, refit: Refit, link: Link, lockstep: Lockstep) -> None:
+    def __init__(self, refit: Refit, links: Sequence[Link], share: int, lockstep: Lockstep) -> None:
         self._refit = refit
-        self._link = link
+        self._share = share
         self._lockstep = lockstep
         self._buffers = refit.buffers
         self._stopwatch = refit.stopwatch
-        self._free = list(range(len(self._buffers)))
-        self._in_flight: dict[int, int] = {}
-        self._bytes_sent = 0
+        self._slots = Slots(len(self._buffers))
+        self._outlet = Outlet(refit, links, self._slots)
+        self._peer = links[0].peer if len(links) == 1 else None
+        self._used: set[int] = set()
+        self.bytes_sent = 0
         self.buckets_sent = 0
         self._failure: BaseException | None = None
         self._tensor: str | None = None
 
     async def send(self, weights: Weights) -> WeightManifest:
-        """Send the whole stream; returns once the receiver has loaded it.
+        """Send the whole stream; returns once every receiver has loaded it.
 
         Raises:
             WeightSyncError: with peer, phase, bucket, tensor and bytes so far where they are known.
@@ -83,26 +96,27 @@ class BucketSender:
         await self._lockstep.step()
         promise = PromisedOrder.of(weights, self._stopwatch)
         if promise.manifest is not None:
-            self._link.send(Manifest(promise.manifest.tensors, self._digest_kind()))
-        await self._send_buckets(promise.watch(weights))
+            self._outlet.tell(Manifest(promise.manifest.tensors, self._refit.digest_kind))
+        await self._send_buckets(weights, promise)
         sent = promise.sent()
-        self._link.send(Done(self.buckets_sent, len(sent), sent.nbytes, sent.digest()))
+        self._outlet.tell_last(Done(self.buckets_sent, len(sent), sent.nbytes, sent.digest()))
         await self._lockstep.finish()
-        await self._wait("waiting for the receiver to finish", self._await_complete)
+        await self._wait(self._await_finish)
         return sent
 
-    async def _send_buckets(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    async def _send_buckets(self, weights: Weights, promise: PromisedOrder) -> None:
         current: _OpenBucket | None = None
-        size = self._refit.bucket_size
-        for placement in place_chunks(split_weight_chunks(weights, size), size):
+        for placement in place_stream(promise.watch(weights), self._refit):
             self._tensor = placement.meta.name
-            if current is None:
+            if placement.owner == self._share and (current is None or placement.opens):
+                if current is not None:
+                    self._publish(current)
                 current = await self._open_bucket(placement.bucket)
-            elif placement.bucket != current.seq:
-                self._publish(current)
-                current = await self._open_bucket(placement.bucket)
+            if placement.opens:
+                self._raise_failure()
                 await self._lockstep.step()
-            self._attempt(partial(self._fill, current, placement))
+            if placement.owner == self._share and current is not None:
+                self._attempt(partial(self._fill, current, placement, promise.last))
             self._tensor = None
             del placement  # as in `drain_weights`
         if current is not None:
@@ -111,27 +125,29 @@ class BucketSender:
 
     async def _open_bucket(self, seq: int) -> _OpenBucket:
         self._raise_failure()
-        if not self._free:
-            await self._wait("waiting for a buffer", self._await_release)
-        return _OpenBucket(seq, self._free.pop(0))
+        slot = self._slots.take()
+        if slot is None or slot in self._used:
+            slot = await self._wait(partial(self._make_ready, slot))
+        return _OpenBucket(seq, slot)
 
-    def _fill(self, bucket: _OpenBucket, placement: Placement) -> None:
+    def _fill(self, bucket: _OpenBucket, placement: Placement, ordinal: int) -> None:
         meta, start = placement.meta, placement.meta.offset or 0
         with self._stopwatch.phase("pack"):
             target = self._buffers[bucket.slot][start : placement.end]
             target.copy_(placement.data)
             digest = digest_bytes(target) if self._refit.verify else 0
         spec = TensorSpec(meta.name, tuple(meta.shape), str(meta.dtype).removeprefix("torch."))
-        bucket.entries.append(ChunkEntry(spec, meta.chunk_offset, meta.chunk_size, start, digest))
+        entry = ChunkEntry(spec, meta.chunk_offset, meta.chunk_size, start, digest, ordinal)
+        bucket.entries.append(entry)
         bucket.nbytes = max(bucket.nbytes, placement.end)
 
     def _publish(self, bucket: _OpenBucket) -> None:
         def publish() -> None:
             synchronize(self._buffers[bucket.slot].device)
-            payload = self._refit.transport.publish(bucket.slot, bucket.nbytes) if bucket.nbytes else b""
-            self._in_flight[bucket.seq] = bucket.slot
-            self._link.send(Bucket(bucket.seq, bucket.slot, bucket.nbytes, tuple(bucket.entries), payload))
-            self._bytes_sent += bucket.nbytes
+            self._used.add(bucket.slot)
+            self._outlet.publish(bucket.seq, bucket.slot, bucket.nbytes, tuple(bucket.entries))
+            self._refit.watch.wake(lambda: self._slots.drop(bucket.slot))
+            self.bytes_sent += bucket.nbytes
             self.buckets_sent += 1
 
         self._attempt(publish)
@@ -153,26 +169,31 @@ class BucketSender:
         if self._failure is not None:
             raise self._failure
 
-    async def _wait(self, phase: str, wait: Callable[[str], None]) -> None:
+    async def _wait(self, wait: Callable[[], T]) -> T:
         with self._stopwatch.phase("wait"):
-            await self._refit.waiter.run(lambda: wait(phase))
+            return await self._refit.waiter.run(wait)
 
-    def _await_release(self, phase: str) -> None:
-        self._take_release(self._link.receive(Release, phase=phase, timeout_s=self._refit.patience()))
+    def _make_ready(self, slot: int | None) -> int:
+        """Return a buffer that nobody reads any more; ``slot``, unless that is `None`."""
+        while slot is None:
+            self._await_answer("waiting for a buffer")
+            slot = self._slots.take()
+        transport = self._refit.transport
+        if slot in self._used:
+            transport.settle(slot, timeout_s=self._refit.patience(), check=self._outlet.check)
+            if self._refit.poison_released and transport.in_place:
+                # No receiver may do it: others still read the same memory.
+                overwrite(self._buffers[slot], POISON)
+        return slot
 
-    def _await_complete(self, phase: str) -> None:
-        while self._in_flight:
-            self._await_release(phase)
-        self._link.receive(Complete, phase=phase, timeout_s=self._refit.patience())
+    def _await_finish(self) -> None:
+        while not self._outlet.is_finished:
+            self._await_answer("waiting for the receivers to finish")
 
-    def _take_release(self, release: Release) -> None:
-        slot = self._in_flight.pop(release.seq, None)
-        if slot is None:
-            raise ProtocolError(f"the receiver released bucket {release.seq}, which it was never given")
-        self._free.append(slot)
-
-    def _digest_kind(self) -> str:
-        return digest_kind(self._buffers[0].device) if self._refit.verify else "off"
+    def _await_answer(self, phase: str) -> None:
+        started, timeout_s = time.monotonic(), self._refit.patience()
+        if self._refit.watch.until(self._outlet.take_in, timeout_s=timeout_s) is None:
+            raise self._outlet.overdue(phase, time.monotonic() - started)
 
     def _locate(self, error: Exception) -> None:
         """Say in an error how far the stream has come."""
@@ -184,8 +205,8 @@ class BucketSender:
     def _whereabouts(self) -> ErrorContext:
         return ErrorContext(
             phase="send",
-            peer=self._link.peer,
-            bucket=max(self._in_flight, default=None),
+            peer=self._peer,
+            bucket=self._outlet.last_given,
             tensor=self._tensor,
-            bytes_done=self._bytes_sent,
+            bytes_done=self.bytes_sent,
         )

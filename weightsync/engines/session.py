@@ -1,15 +1,18 @@
-"""A worker's control links to its peers, from one `prepare` to the next: the paired topology."""
+"""A worker's control links to its peers, from one `prepare` to the next."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from weightsync.control import ControlHub, Link
 from weightsync.engines.metadata import WorkerMetadata
+from weightsync.engines.telling import tell_all
 from weightsync.errors import LifecycleError
+from weightsync.topology import RankId, Topology
 
 _log = logging.getLogger(__name__)
 
@@ -17,7 +20,7 @@ _log = logging.getLogger(__name__)
 class Session:
     """The control hub of one worker and the links of its process group.
 
-    A policy rank is dialled by its rollout rank; policy rank 0 is dialled by the other policy ranks.
+    A rank is dialled by those that it sends to; policy rank 0 is dialled by the other policy ranks, too.
 
     Args:
         hub: the session owns it.
@@ -27,12 +30,16 @@ class Session:
     def __init__(self, hub: ControlHub, own: WorkerMetadata) -> None:
         self._hub = hub
         self.own = own
+        self.watch = hub.watch()
         self._dropped: Counter[str] = Counter()
-        self.role: str | None = None
-        """``"policy"`` or ``"rollout"``, once joined."""
-        self.rank: int | None = None
-        self.link: Link | None = None
-        """To the other side; a policy rank may have none."""
+        self.who: RankId | None = None
+        """Once joined."""
+        self.topology: Topology | None = None
+        """As for ``who``."""
+        self.sources: dict[RankId, Link] = {}
+        """To those that this rank receives from."""
+        self.targets: dict[RankId, Link] = {}
+        """To those that it sends to, or forwards to."""
         self.step_links: list[Link] = []
         """Of a policy rank: to the ranks that it keeps in step with."""
 
@@ -42,39 +49,36 @@ class Session:
         Raises:
             LifecycleError: it has; another one takes another `prepare`.
         """
-        if self.role is not None:
+        if self.who is not None:
             raise LifecycleError(
-                f"this engine has joined as {self.role} rank {self.rank} already: call prepare() again "
+                f"this engine has joined as {self.who} already: call prepare() again "
                 f"on every worker before a new process group"
             )
 
-    def join_policy(
-        self, rank: int, policy: list[WorkerMetadata], partner: tuple[int, WorkerMetadata] | None
-    ) -> None:
-        """Make the links of a policy rank; ``partner`` is its rollout rank, if it has one."""
-        if partner is not None:
-            self.link = self._hub.accept(partner[1].card(f"rollout rank {partner[0]}"))
-        if rank:
-            self.step_links = [self._hub.connect(policy[0].card("policy rank 0"))]
-        else:
-            others = enumerate(policy[1:], start=1)
-            self.step_links = [self._hub.accept(entry.card(f"policy rank {r}")) for r, entry in others]
-        self.role, self.rank = "policy", rank
+    def join(self, who: RankId, topology: Topology, entries: Sequence[WorkerMetadata]) -> None:
+        """Make the links of a rank; ``entries`` are all workers', policy ranks first."""
 
-    def join_rollout(self, rank: int, partner: tuple[int, WorkerMetadata]) -> None:
-        """Make the link of a rollout rank to its policy rank."""
-        self.link = self._hub.connect(partner[1].card(f"policy rank {partner[0]}"))
-        self.role, self.rank = "rollout", rank
+        def card(peer: RankId) -> dict[str, Any]:
+            return entries[topology.index(peer)].card(str(peer))
+
+        self.sources = {peer: self._hub.connect(card(peer)) for peer in topology.sources(who)}
+        self.targets = {peer: self._hub.accept(card(peer)) for peer in topology.targets(who)}
+        if who.side == "policy":
+            leader, *others = (RankId("policy", rank) for rank in range(topology.train_world_size))
+            if who == leader:
+                self.step_links = [self._hub.accept(card(other)) for other in others]
+            else:
+                self.step_links = [self._hub.connect(card(leader))]
+        self.who, self.topology = who, topology
 
     @property
     def links(self) -> list[Link]:
         """All of them."""
-        return [*self.step_links, self.link] if self.link is not None else list(self.step_links)
+        return [*self.step_links, *self.sources.values(), *self.targets.values()]
 
     def abort(self, error: BaseException) -> None:
         """Tell every peer of the open refit why this side failed."""
-        for link in self.links:
-            link.abort(error)
+        tell_all(self.links, error)
 
     @contextmanager
     def saying_drops(self) -> Iterator[None]:
@@ -88,9 +92,7 @@ class Session:
                 # A heartbeat that crosses the end of its refit is dropped, too, and nobody need hear of it.
                 level = logging.WARNING if set(fresh) - {"late"} else logging.DEBUG
                 what = ", ".join(f"{count} {name}" for name, count in sorted(fresh.items()))
-                _log.log(
-                    level, "%s rank %s: the control channel dropped messages: %s", self.role, self.rank, what
-                )
+                _log.log(level, "%s: the control channel dropped messages: %s", self.who, what)
 
     def close(self) -> None:
         """Leave every peer. Idempotent."""

@@ -45,6 +45,11 @@ class PromisedOrder:
             del tensor
         self._require_all_came()
 
+    @property
+    def last(self) -> int:
+        """Place in the stream of the item that came last."""
+        return len(self.specs) - 1
+
     def sent(self) -> WeightManifest:
         """Return the manifest of what has come."""
         return WeightManifest(tuple(self.specs))

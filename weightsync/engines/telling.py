@@ -1,10 +1,10 @@
-"""Tells the peers that wait for a refit to begin that it has failed already."""
+"""Tells the peers of a refit that it has failed: those that are in it, and those that still wait for it."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from weightsync.control import Link
@@ -33,5 +33,17 @@ def tell_unmet(
                 link.begin(epoch=epoch, version=version, connect_s=left)
         link.abort(error)
 
+    _at_once(tell, links)
+
+
+def tell_all(links: Sequence[Link], error: BaseException) -> None:
+    """Abort the refit that is open on the links; returns in about a second."""
+    if len(links) == 1:
+        links[0].abort(error)
+    elif links:
+        _at_once(lambda link: link.abort(error), links)
+
+
+def _at_once(tell: Callable[[Link], None], links: Sequence[Link]) -> None:
     with ThreadPoolExecutor(min(len(links), _AT_ONCE), thread_name_prefix="weightsync-tell") as pool:
         list(pool.map(tell, links))

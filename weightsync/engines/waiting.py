@@ -79,6 +79,17 @@ class Waiter:
             job.abandon()
             raise
 
+    def settle(self, timeout_s: float) -> None:
+        """Wait until a wait that its caller has left is over.
+
+        Raises:
+            DeadlineError: it is not.
+        """
+        try:
+            self._pool.submit(lambda: None).result(timeout_s)
+        except TimeoutError:
+            raise DeadlineError(f"a wait that was given up did not end within {timeout_s:g} s") from None
+
     def close(self) -> None:
         """Let the thread end when its current wait does."""
         self._pool.shutdown(wait=False, cancel_futures=True)

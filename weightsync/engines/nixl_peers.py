@@ -1,0 +1,152 @@
+"""The peers that a NIXL agent reads from, and its connections to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weightsync.engines.nixl_agent import MemoryRegion, NixlAgent
+from weightsync.engines.transport import Peer
+from weightsync.errors import ConfigurationError, LifecycleError, TransportError
+from weightsync.topology import RankId
+
+
+@dataclass(frozen=True)
+class NixlPeer:
+    """What a peer's `NixlTransport.describe` says."""
+
+    agent: str
+    metadata: bytes
+    slots: list[MemoryRegion]
+
+    @classmethod
+    def read(cls, data: dict[str, Any]) -> NixlPeer:
+        """Take a description apart.
+
+        Raises:
+            TypeError, ValueError: it is damaged.
+        """
+        absent = [name for name in ("agent", "metadata", "slots") if name not in data]
+        if absent:
+            raise ValueError(f"they lack {', '.join(absent)}")
+        return cls(
+            str(data["agent"]),
+            bytes(data["metadata"]),
+            [MemoryRegion.from_list(slot) for slot in data["slots"]],
+        )
+
+
+class NixlPeers:
+    """Peers by rank, and connections by agent.
+
+    A connection to a peer that lives is kept for as long as that peer is the same, over sessions and over a
+    release of the buffers: UCX does not close the socket of a connection that is dropped and made again.
+
+    Args:
+        agent: whose connections they are.
+        backend_name: NIXL backend, which peers must use, too.
+    """
+
+    def __init__(self, agent: NixlAgent, backend_name: str) -> None:
+        self._agent = agent
+        self._backend_name = backend_name
+        self._peers: dict[RankId, NixlPeer] = {}
+        self._known: dict[str, bytes] = {}
+        """The metadata that NIXL holds of each agent that it is connected to."""
+        self._broken: set[str] = set()
+
+    def meet(self, peers: Sequence[Peer]) -> None:
+        """Take other peers in place of the present ones; connections to agents that are not among them end.
+
+        Raises:
+            ConfigurationError: a peer uses another NIXL backend, or its metadata are damaged.
+        """
+        self.leave()
+        for peer in peers:
+            self._peers[peer.who] = self._read(peer)
+        wanted = {peer.agent for peer in self._peers.values()}
+        for agent in [agent for agent in self._known if agent not in wanted]:
+            self._drop(agent)
+        for who, known in self._peers.items():
+            try:
+                self._connect(known)
+            except (ValueError, TransportError) as error:
+                self._peers = {}
+                raise ConfigurationError(f"the NIXL metadata of {who} are damaged: {error}") from error
+
+    def reconnect(self) -> None:
+        """Connect to the peers whose connection was dropped.
+
+        Raises:
+            TransportError: NIXL refuses it.
+        """
+        for peer in self._peers.values():
+            if peer.agent not in self._known:
+                self._connect(peer)
+
+    def connected(self, who: RankId) -> NixlPeer:
+        """Return a peer that there is a connection to.
+
+        Raises:
+            LifecycleError: there is none.
+        """
+        peer = self._peers.get(who)
+        if peer is None or peer.agent not in self._known:
+            raise LifecycleError(f"NIXL has no open refit with {who}")
+        return peer
+
+    def break_off(self, who: RankId) -> None:
+        """Drop the connection to a peer at the end of this refit."""
+        self._broken.add(self._peers[who].agent)
+
+    def drop_broken(self) -> None:
+        """Drop the connections that were broken off."""
+        for agent in list(self._broken):
+            self._drop(agent)
+
+    def leave(self) -> None:
+        """Forget the peers; the connections wait for their return."""
+        self._peers = {}
+
+    def drop_all(self) -> None:
+        """Forget the peers, and drop all connections."""
+        self.leave()
+        for agent in list(self._known):
+            self._drop(agent)
+
+    def _read(self, peer: Peer) -> NixlPeer:
+        backend = peer.transport.get("backend")
+        if backend != self._backend_name:
+            raise ConfigurationError(
+                f"{peer.who} uses NIXL backend {backend}, this worker {self._backend_name}: "
+                f"set backend_name alike on both sides"
+            )
+        try:
+            return NixlPeer.read(peer.transport)
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(f"the NIXL metadata of {peer.who} are damaged: {error}") from error
+
+    def _connect(self, peer: NixlPeer) -> None:
+        named = self._learn(peer)
+        if named != peer.agent:
+            self._agent.remove_peer(named)
+            raise ValueError("they are another agent's")
+        self._known[peer.agent] = peer.metadata
+
+    def _learn(self, peer: NixlPeer) -> str:
+        try:
+            return self._agent.add_peer(peer.metadata)
+        except TransportError:
+            if self._known.get(peer.agent) in {None, peer.metadata}:
+                raise
+        # NIXL refuses an address whose key has changed: a buffer that was registered anew for RDMA. Only then
+        # is the connection given up: without RDMA new buffers are accepted, and each new connection costs a
+        # socket that UCX does not close.
+        self._drop(peer.agent)
+        return self._agent.add_peer(peer.metadata)
+
+    def _drop(self, agent: str) -> None:
+        if self._known.pop(agent, None) is not None:
+            self._agent.remove_peer(agent)
+        self._broken.discard(agent)
