@@ -22,7 +22,7 @@ from weightsync.engines.registry import (
     resolve_checkpoint_engine,
 )
 from weightsync.errors import ConfigurationError, MissingDependencyError
-from weightsync.names import engine_targets, portable_backend
+from weightsync.names import BUILTIN_ENGINES, engine_targets, portable_backend
 
 PLUGIN = "tests.plugin_example:MyCheckpointEngine"
 MIB = 1 << 20
@@ -74,12 +74,6 @@ class Complete(MyCheckpointEngine):
         self.num_rails = num_rails
 
 
-class TakesAnything(MyCheckpointEngine):
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(settings["bucket_size"], "any")
-        self.settings = settings
-
-
 class WithoutBucketSize(MyCheckpointEngine):
     def __init__(self, bucketsize: int) -> None: ...
 
@@ -93,10 +87,7 @@ class RaisesItself(MyCheckpointEngine):
         raise TypeError("from inside the constructor")
 
 
-class ShardsWithoutLayout(CheckpointEngine):
-    shard_expert_weights = True
-
-    def __init__(self, bucket_size: int) -> None: ...
+class WithoutAnyConstructor(CheckpointEngine):
     def prepare(self) -> Any: ...
     def init_policy_process_group(self, **_: Any) -> None: ...
     def init_rollout_process_group(self, **_: Any) -> None: ...
@@ -104,6 +95,55 @@ class ShardsWithoutLayout(CheckpointEngine):
     async def send_weights(self, weights: Any) -> None: ...
     async def receive_weight_batches(self) -> AsyncGenerator[Any, None]:
         yield []
+
+
+class ShardsWithoutLayout(WithoutAnyConstructor):
+    shard_expert_weights = True
+
+    def __init__(self, bucket_size: int) -> None: ...
+
+
+class TakesAnything(WithoutAnyConstructor):
+    """With nobody behind its ``**`` that would name what it takes."""
+
+    def __init__(self, bucket_size: int = 0, **settings: Any) -> None:
+        self.settings = {"bucket_size": bucket_size, **settings}
+
+
+class Common(MyCheckpointEngine):
+    """What a family of engines shares; like Complete, it takes no other settings."""
+
+    def __init__(self, bucket_size: int, *, topology: str = "pairs", fan_out: int = 2) -> None:
+        super().__init__(bucket_size, "common")
+        self.common = {"topology": topology, "fan_out": fan_out}
+
+
+class Rails:
+    """A mixin with a setting of its own."""
+
+    def __init__(self, *args: Any, rails: int = 1, **common: Any) -> None:
+        super().__init__(*args, **common)
+        self.rails = rails
+
+
+class PassesOn(Rails, Common):
+    def __init__(self, bucket_size: int, *, device: str, **common: Any) -> None:
+        super().__init__(bucket_size, **common)
+        self.device = device
+
+
+class InheritsAll(PassesOn):
+    """Without a constructor of its own."""
+
+
+class ClosesTheChain(PassesOn):
+    def __init__(self, bucket_size: int, *, device: str = "cpu") -> None:
+        super().__init__(bucket_size, device=device)
+
+
+class MadeByNew(WithoutAnyConstructor):
+    def __new__(cls, bucket_size: int, device: str = "cpu") -> Any:
+        return super().__new__(cls)
 
 
 class Unfinished(CheckpointEngine):
@@ -148,8 +188,11 @@ def test_a_nested_class_and_one_that_takes_any_settings() -> None:
     assert engine.settings == {"bucket_size": MIB, "x": 1}
 
 
-def test_nixl_is_known_and_is_not_imported_for_that() -> None:
-    assert known_checkpoint_engines() == ["nixl"]
+BUILTIN = ["gloo", "hccl", "ipc", "kimi_ckpt_engine", "mooncake", "naive", "nccl", "nixl"]
+
+
+def test_the_built_in_names_are_known_and_are_not_imported_for_that() -> None:
+    assert known_checkpoint_engines() == sorted(BUILTIN_ENGINES) == BUILTIN
     assert engine_targets["nixl"] == "weightsync.engines.nixl:NIXLCheckpointEngine"
 
 
@@ -171,7 +214,7 @@ def test_the_arguments_are_not_changed() -> None:
 def test_a_registered_path_and_a_registered_class() -> None:
     register_checkpoint_engine("by_path", PLUGIN)
     register_checkpoint_engine("by-class", Complete)
-    assert known_checkpoint_engines() == ["by-class", "by_path", "nixl"]
+    assert known_checkpoint_engines() == ["by-class", "by_path", *BUILTIN]
     assert resolve_checkpoint_engine("by_path") is MyCheckpointEngine
     assert isinstance(create_checkpoint_engine("by-class", bucket_size_bytes=MIB), Complete)
 
@@ -229,7 +272,9 @@ def test_what_is_no_engine_is_not_registered() -> None:
         register_checkpoint_engine("bad", NoEngine)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="no 'module:ClassName' path"):
         register_checkpoint_engine("bad", "my_pkg.refit.Engine")
-    assert known_checkpoint_engines() == ["nixl"]
+    with pytest.raises(ConfigurationError, match=r"'shared' is no engine name: refit_cfg\.shared has"):
+        register_checkpoint_engine("shared", PLUGIN)
+    assert known_checkpoint_engines() == BUILTIN
 
 
 def test_a_registered_name_is_a_refit_transport() -> None:
@@ -262,9 +307,9 @@ def test_an_unknown_name_and_the_nearest_known(name: str) -> None:
 
 
 def test_an_unknown_name_far_from_all_names_what_is_known() -> None:
-    register_checkpoint_engine("mooncake", PLUGIN)
-    text = refusal("gloo")
-    assert "known names: 'mooncake', 'nixl'" in text
+    register_checkpoint_engine("carrier", PLUGIN)
+    text = refusal("zzz")
+    assert "known names: 'carrier', 'gloo', 'hccl', 'ipc'" in text
     assert "did you mean" not in text
 
 
@@ -358,6 +403,27 @@ def test_settings_that_the_constructor_does_not_take() -> None:
     assert "'num_rail' (did you mean 'num_rails'?), 'devise' (did you mean 'device'?), 'zzz'" in text
     assert f"policy.generation.refit_cfg[{path!r}]" in text
     assert text.endswith("it takes device, num_rails")
+
+
+@pytest.mark.parametrize("name", ["PassesOn", "InheritsAll"])
+def test_settings_that_the_constructor_hands_on(name: str) -> None:
+    kwargs = {"device": "cuda", "rails": 3, "topology": "ring", "fan_out": 4}
+    engine = create_checkpoint_engine(f"{__name__}:{name}", bucket_size_bytes=MIB, engine_kwargs=kwargs)
+    assert isinstance(engine, PassesOn)
+    assert (engine.device, engine.rails) == ("cuda", 3)
+    assert engine.common == {"topology": "ring", "fan_out": 4}
+
+
+def test_settings_that_no_constructor_on_the_way_takes() -> None:
+    text = refusal(f"{__name__}:PassesOn", device="cpu", topolgy="ring", transport="x")
+    assert "'topolgy' (did you mean 'topology'?), 'transport'" in text
+    assert text.endswith("it takes device, rails, topology, fan_out")
+    assert refusal(f"{__name__}:PassesOn").endswith("needs device")
+    assert refusal(f"{__name__}:ClosesTheChain", topology="ring").endswith("it takes device")
+
+
+def test_a_class_without_a_constructor_takes_what_makes_its_instances() -> None:
+    assert refusal(f"{__name__}:MadeByNew", zzz=1).endswith("it takes device")
 
 
 def test_settings_that_the_constructor_needs() -> None:

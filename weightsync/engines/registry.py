@@ -6,23 +6,25 @@ said in terms of what its author or user has to change.
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, TypeVar, overload
 
+from weightsync.class_paths import load_class_path, naming_distribution
 from weightsync.engines.base import CheckpointEngine
-from weightsync.errors import ConfigurationError, WeightSyncError
+from weightsync.errors import ConfigurationError
 from weightsync.names import (
     BUILTIN_ENGINES,
+    SHARED,
     class_path_of,
+    engine_target,
     engine_targets,
     hint,
     known_checkpoint_engines,
     split_class_path,
     unknown_engine_message,
 )
+from weightsync.signatures import constructor_of
 
 __all__ = [
     "create_checkpoint_engine",
@@ -101,13 +103,13 @@ def resolve_checkpoint_engine(backend: str) -> type[CheckpointEngine]:
     """
     if not isinstance(backend, str):
         raise ConfigurationError(f"a checkpoint engine is selected by a string, got {backend!r}")
-    target = engine_targets.get(backend, backend)
+    target = engine_target(backend) or backend
     if not isinstance(target, str):
         return _require_engine(target, backend)
-    path = split_class_path(target)
-    if path is None:
+    if split_class_path(target) is None:
         raise ConfigurationError(unknown_engine_message(backend))
-    return _require_engine(_attribute(_import(path[0], target), path[1], target), target)
+    with naming_distribution(backend):
+        return _require_engine(load_class_path(target, content=_engines_of), target)
 
 
 def _register(name: str, target: str | type[CheckpointEngine]) -> None:
@@ -117,9 +119,14 @@ def _register(name: str, target: str | type[CheckpointEngine]) -> None:
         _require_engine(target, name)
     elif split_class_path(target) is None:
         raise ConfigurationError(f"cannot register {name!r}: {target!r} is no 'module:ClassName' path")
-    if name in engine_targets and not _same(engine_targets[name], target):
+    if name == SHARED:
         raise ConfigurationError(
-            f"checkpoint engine {name!r} already stands for {class_path_of(engine_targets[name])}: "
+            f"{name!r} is no engine name: refit_cfg.{name} has the settings of all engines"
+        )
+    known = engine_target(name)
+    if known is not None and not _same(known, target):
+        raise ConfigurationError(
+            f"checkpoint engine {name!r} already stands for {class_path_of(known)}: "
             f"choose another name for {class_path_of(target)}"
         )
     if name not in BUILTIN_ENGINES:
@@ -129,42 +136,6 @@ def _register(name: str, target: str | type[CheckpointEngine]) -> None:
 def _same(old: str | type, new: str | type) -> bool:
     # Two classes made in one function share a path and are not the same; a reloaded module's are.
     return old is new or (class_path_of(old) == class_path_of(new) and "<locals>" not in class_path_of(new))
-
-
-def _import(name: str, path: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except WeightSyncError:
-        raise
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
-            raise ConfigurationError(
-                f"checkpoint engine {path!r}: no module named {error.name!r}; check the spelling, and that "
-                "it is installed, or on PYTHONPATH, where this worker runs"
-            ) from error
-        raise _broken(name, path, error) from error
-    except Exception as error:
-        raise _broken(name, path, error) from error
-
-
-def _broken(name: str, path: str, error: Exception) -> ConfigurationError:
-    return ConfigurationError(
-        f"checkpoint engine {path!r}: module {name!r} was found, but importing it raised "
-        f"{type(error).__name__}: {error}"
-    )
-
-
-def _attribute(module: ModuleType, attribute: str, path: str) -> Any:
-    found: Any = module
-    for part in attribute.split("."):
-        try:
-            found = getattr(found, part)
-        except AttributeError as error:
-            raise ConfigurationError(
-                f"checkpoint engine {path!r}: {module.__name__!r} has no {attribute!r}"
-                f"{hint(part, dir(found))}{_engines_of(module)}"
-            ) from error
-    return found
 
 
 def _engines_of(module: ModuleType) -> str:
@@ -199,35 +170,28 @@ def _require_complete(cls: type[CheckpointEngine]) -> None:
 
 
 def _require_accepted(backend: str, cls: type[CheckpointEngine], kwargs: dict[str, Any]) -> None:
-    parameters = list(inspect.signature(cls).parameters.values())
-    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    constructor = constructor_of(cls)
     scope = f"policy.generation.refit_cfg[{backend!r}]"
     if "bucket_size" in kwargs:
         raise ConfigurationError(
             f"{scope}: 'bucket_size' is computed; set update_weights_bucket_memory_ratio instead"
         )
-    if "bucket_size" not in named and not takes_any:
+    if not constructor.takes("bucket_size"):
         raise ConfigurationError(
             f"the constructor of checkpoint engine {class_path_of(cls)} must take 'bucket_size' (bytes)"
-            f"{hint('bucket_size', named)}"
+            f"{hint('bucket_size', constructor.names)}"
         )
-    settings = [name for name in named if name != "bucket_size"]
-    unknown = [] if takes_any else [name for name in kwargs if name not in settings]
+    settings = [name for name in constructor.names if name != "bucket_size"]
+    unknown = [name for name in kwargs if not constructor.takes(name)]
     if unknown:
         raise ConfigurationError(
             f"{scope}: checkpoint engine {class_path_of(cls)} does not take "
             f"{', '.join(f'{name!r}{_near(name, settings)}' for name in unknown)}; "
             f"it takes {', '.join(settings) or 'no settings'}"
         )
-    absent = [p.name for p in parameters if _is_required(p) and p.name not in ("bucket_size", *kwargs)]
+    absent = [name for name in constructor.required if name not in ("bucket_size", *kwargs)]
     if absent:
         raise ConfigurationError(f"{scope}: checkpoint engine {class_path_of(cls)} needs {', '.join(absent)}")
-
-
-def _is_required(parameter: inspect.Parameter) -> bool:
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return parameter.default is inspect.Parameter.empty and parameter.kind not in variadic
 
 
 def _near(name: str, accepted: list[str]) -> str:
