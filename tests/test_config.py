@@ -60,6 +60,8 @@ policy:
 
 NIXL_DEFAULTS = {
     "device": "cuda",
+    "topology": "pairs",
+    "fan_out": 2,
     "backend_name": "UCX",
     "backend_init_params": {},
     "release_after_refit": False,
@@ -170,6 +172,8 @@ def test_every_setting_arrives() -> None:
     scope = {
         "update_weights_bucket_memory_ratio": 0.5,
         "device": "cpu",
+        "topology": "tree",
+        "fan_out": 4,
         "backend_name": "LIBFABRIC",
         "backend_init_params": {"num_workers": 2, "flag": True, "share": 0.5, "devices": "a,b"},
         "release_after_refit": True,
@@ -283,16 +287,19 @@ def test_other_generation_backends_are_refused(backend: Any) -> None:
 
 
 def test_colocated_generation_is_refused_with_what_to_use() -> None:
-    text = refusal(colocated={"enabled": True, "resources": {}})
-    assert "policy.generation.colocated.enabled: false" in text
-    assert "IPC" in text
+    for name in ("nixl", "nccl", PLUGIN):
+        text = refusal(refit_transport=name, colocated={"enabled": True, "resources": {}})
+        assert f"enabled is true, but {name} refits generation on workers of its own" in text
+        assert "policy.generation.colocated.enabled: false" in text
+        assert "policy.generation.refit_transport: null" in text
+        assert "IPC" in text
 
 
 @pytest.mark.parametrize(
     ("colocated", "text"),
     [
         (True, "policy.generation.colocated must be a mapping, got True"),
-        ({"enabled": "no"}, "policy.generation.colocated.enabled: got 'no'; write false"),
+        ({"enabled": "no"}, "policy.generation.colocated.enabled: got 'no'; write false, or true"),
         ({"enabled": None}, "policy.generation.colocated.enabled: got None; write false"),
         ({"enabeld": True}, "unknown key policy.generation.colocated.enabeld; write "),
     ],
@@ -306,20 +313,26 @@ def test_separate_generation(colocated: Any) -> None:
     assert load(colocated=colocated).transport == "nixl"
 
 
-def test_a_missing_transport() -> None:
-    for generation in ({}, {"refit_transport": None}):
-        with pytest.raises(
-            ConfigurationError, match=r"policy\.generation\.refit_transport is missing; write"
-        ):
-            load_refit_config({"policy": {"generation": generation}})
+@pytest.mark.parametrize("colocated", [None, {"enabled": False}])
+def test_a_missing_transport(colocated: dict | None) -> None:
+    generation = {"colocated": colocated, "refit_cfg": {}}
+    with pytest.raises(ConfigurationError, match=r"policy\.generation\.refit_transport is missing; write"):
+        load_refit_config({"policy": {"generation": generation}})
 
 
 @pytest.mark.parametrize(
     ("name", "texts"),
     [
-        ("nixel", ["unknown checkpoint engine 'nixel'", "known names: 'nixl'", "did you mean 'nixl'?"]),
+        ("nixel", ["unknown checkpoint engine 'nixel'", "'naive', 'nccl', 'nixl'", "did you mean 'nixl'?"]),
         ("NIXL", ["did you mean 'nixl'?"]),
-        ("nccl", ["known names: 'nixl'"]),
+        (
+            "zzz",
+            ["known names: 'gloo', 'hccl', 'ipc', 'kimi_ckpt_engine', 'mooncake', 'naive', 'nccl', 'nixl'"],
+        ),
+        ("mooncacke", ["did you mean 'mooncake'?"]),
+        ("null", ["'null' is a text here; write null, without quotes"]),
+        ("None", ["write null, without quotes"]),
+        ("shared", ["unknown checkpoint engine 'shared'"]),
         ("my_pkg.refit.Engine", ["'my_pkg.refit:Engine'"]),
         (["nixl", PLUGIN], ["two transports at once"]),
         ({"nixl": {}}, ["two transports at once"]),
@@ -338,7 +351,13 @@ def test_a_wrong_transport(name: Any, texts: list[str]) -> None:
         ({"nixl": {}, PLUGIN: {}}, ["two transports at once", PLUGIN, f"keep only {NIXL}"]),
         ({PLUGIN: {"x": 1}}, ["two transports at once", "refit_transport selects 'nixl'"]),
         ({"nixel": {}}, ["'nixel' is not the selected transport", "did you mean 'nixl'"]),
-        ({"device": "cpu"}, [f"refit_cfg.device has no scope; write it under {NIXL}"]),
+        ({"device": "cpu"}, [f"refit_cfg.device has no scope; write it under {NIXL}", "refit_cfg.shared"]),
+        ({"backend_name": "UCX"}, ["refit_cfg.backend_name has no scope"]),
+        ({"nccl": {}}, ["two transports at once", "refit_transport selects 'nixl'", "refit_cfg.shared"]),
+        ({"nixl": {}, "nccl": {}}, ["two transports at once", f"keep only {NIXL}"]),
+        ({"nixl": {}, "shraed": {}}, ["'shraed' is not the selected transport; did you mean 'shared'?"]),
+        ({None: {}}, ["settings for None"]),
+        ({"shared": 3}, ["policy.generation.refit_cfg.shared must be a mapping, got 3"]),
         ({"cleanup_after_load": True}, ["has no scope"]),
         ("nixl", ["policy.generation.refit_cfg must be a mapping, got 'nixl'"]),
         ({"nixl": [1]}, [f"{NIXL} must be a mapping, got [1]"]),
@@ -419,7 +438,12 @@ def test_old_names_in_a_plugin_scope() -> None:
         ("backend_init_params", {"a": None}, "backend_init_params.a: got None"),
         ("backend_init_params", {"a": {"b": 1}}, "backend_init_params.a: got {'b': 1}"),
         *[("release_after_refit", value, "write true or false") for value in ("yes", 1, None)],
-        ("shard_expert_weights", True, "not available in this version; write shard_expert_weights: false"),
+        *[
+            ("topology", value, "'tree', 'stripes' or 'auto'")
+            for value in ("mesh", "Pairs", None, 2, ["ring"])
+        ],
+        *[("fan_out", value, "a whole number of at least 1") for value in (0, -1, 1.5, True, "2", None)],
+        ("shard_expert_weights", True, "got True (not available in this version); write false"),
         ("shard_expert_weights", "true", "write false"),
         *[("bind_host", value, "an address of this host") for value in ("", 3, ["::"])],
         *[("advertise_host", value, "wildcard") for value in ("0.0.0.0", "::", "*")],
@@ -490,7 +514,8 @@ _JUNK = st.recursive(
     max_leaves=6,
 )
 _KEYS = (
-    st.sampled_from([*NixlRefitConfig.model_fields, *RefitLifecycle.model_fields, "nixl", PLUGIN]) | st.text()
+    st.sampled_from([*NixlRefitConfig.model_fields, *RefitLifecycle.model_fields, "nixl", "shared", PLUGIN])
+    | st.text()
 )
 
 
@@ -626,7 +651,7 @@ def test_a_bucket_below_a_mebibyte_names_the_least_ratio_that_works(capacity: in
     if float(least) < 1:
         with pytest.raises(ConfigurationError):
             resolve_bucket_size([capacity], float(least) * 0.998)
-    assert ("nixl takes at most 0.5" in text) == (capacity < 2 * MIB)
+    assert ("transports take at most 0.5" in text) == (capacity < 2 * MIB)
 
 
 def test_a_worker_with_less_than_a_mebibyte() -> None:

@@ -6,9 +6,10 @@
       generation:
         backend: vllm
         colocated: {enabled: false}
-        refit_transport: nixl            # or "module:ClassName"
+        refit_transport: nixl            # another short name, "module:ClassName", or null if colocated
         refit_cfg:
-          nixl: {device: cpu}            # exactly the scope of the selected transport
+          shared: {device: cpu}          # for whichever transport is selected
+          nixl: {backend_name: UCX}      # and exactly the scope of the selected one
         refit_lifecycle: {total_s: 600}  # waits, verification, what happens to running requests
 
 All other keys belong to the framework and are left alone.
@@ -16,6 +17,7 @@ All other keys belong to the framework and are left alone.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Context, Decimal
@@ -25,24 +27,20 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-from weightsync.config_models import (
-    RATIO_KEY,
-    RENAMED_KEYS,
-    NixlRefitConfig,
-    PluginRatio,
-    PluginRefitConfig,
-    RefitLifecycle,
-    validate_section,
+from weightsync.config_models import RATIO_KEY, PluginRefitConfig, RefitLifecycle, validate_section
+from weightsync.config_scopes import EngineScope, NixlRefitConfig
+from weightsync.config_selection import select_transport
+from weightsync.config_settings import read_settings
+from weightsync.config_source import (
+    GENERATION,
+    OWNED_KEYS,
+    mapping_at,
+    naming_file,
+    read_generation_section,
 )
-from weightsync.config_source import OWNED_KEYS, naming_file, read_generation_section
 from weightsync.errors import ConfigurationError
-from weightsync.names import (
-    engine_targets,
-    known_checkpoint_engines,
-    nearest,
-    split_class_path,
-    unknown_engine_message,
-)
+from weightsync.names import NAIVE, nearest
+from weightsync.topology import AUTO, Topology, choose_topology, make_topology
 
 __all__ = [
     "MIB",
@@ -55,7 +53,8 @@ __all__ = [
 ]
 
 MIB = 1 << 20
-_GENERATION = "policy.generation"
+_WAITS = {"connect_s", "stall_s", "total_s", "silence_s", "verify", "poison_released"}
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +62,11 @@ class RefitConfig:
     """The checked configuration of a refit."""
 
     transport: str
-    """``"nixl"``, a registered name, or a ``module:ClassName`` path."""
-    scope: NixlRefitConfig | PluginRefitConfig
+    """A short name such as ``"nixl"``, or a ``module:ClassName`` path; ``"naive"`` for ``null``."""
+    scope: EngineScope | PluginRefitConfig
     lifecycle: RefitLifecycle
+    colocated: bool = False
+    """Whether generation runs on the training workers."""
 
     @property
     def bucket_memory_ratio(self) -> float:
@@ -74,15 +75,35 @@ class RefitConfig:
 
     @property
     def device(self) -> str:
-        """Kind of memory that the buckets take: ``"cuda"`` or ``"cpu"``."""
+        """Kind of memory that the buckets take: ``"cuda"``, ``"cpu"`` or ``"npu"``; ``"auto"`` if unknown."""
         return self.scope.device
 
     def engine_kwargs(self) -> dict[str, Any]:
         """Return the keywords for the engine's constructor, without ``bucket_size``."""
         if isinstance(self.scope, PluginRefitConfig):
             return dict(self.scope.settings)
-        waits = {"connect_s", "stall_s", "total_s", "silence_s", "verify", "poison_released"}
-        return self.scope.model_dump(exclude={RATIO_KEY}) | self.lifecycle.model_dump(include=waits)
+        return self.scope.model_dump(exclude={RATIO_KEY}) | self.lifecycle.model_dump(include=_WAITS)
+
+    def topology(self, train_world_size: int, rollout_world_size: int) -> Topology | None:
+        """Return who will send to whom; `None` where the engine decides: a plugin, or no transport at all.
+
+        What ``auto`` chooses is logged.
+
+        Args:
+            train_world_size: number of policy workers.
+            rollout_world_size: number of rollout workers, over all engines.
+
+        Raises:
+            ConfigurationError: the topology does not fit the world sizes; says what to change.
+        """
+        if self.transport == NAIVE or isinstance(self.scope, PluginRefitConfig):
+            return None
+        sizes = {"train_world_size": train_world_size, "rollout_world_size": rollout_world_size}
+        if self.scope.topology != AUTO:
+            return make_topology(self.scope.topology, **sizes, fan_out=self.scope.fan_out)
+        chosen = choose_topology(self.scope.topologies(), **sizes, fan_out=self.scope.fan_out)
+        _log.info("topology of %s: %s", self.transport, chosen)
+        return chosen
 
 
 def load_refit_config(source: str | Path | Mapping[str, Any]) -> RefitConfig:
@@ -100,13 +121,11 @@ def load_refit_config(source: str | Path | Mapping[str, Any]) -> RefitConfig:
 
 def _check(generation: Mapping[str, Any]) -> RefitConfig:
     _refuse_misspelled(generation)
-    _check_backend(generation.get("backend", "vllm"))
-    _check_colocated(generation.get("colocated"))
-    transport = _transport(generation)
-    scope = _scope(transport, generation.get("refit_cfg"))
-    path = f"{_GENERATION}.refit_lifecycle"
-    lifecycle = validate_section(RefitLifecycle, _mapping(generation.get("refit_lifecycle"), path), path)
-    return RefitConfig(transport=transport, scope=scope, lifecycle=lifecycle)
+    transport, colocated = select_transport(generation)
+    scope = read_settings(transport, generation.get("refit_cfg"))
+    path = f"{GENERATION}.refit_lifecycle"
+    lifecycle = validate_section(RefitLifecycle, mapping_at(generation.get("refit_lifecycle"), path), path)
+    return RefitConfig(transport=transport, scope=scope, lifecycle=lifecycle, colocated=colocated)
 
 
 def resolve_bucket_size(capacities_bytes: Sequence[int], ratio: float) -> int:
@@ -144,7 +163,9 @@ def _least_ratio(capacity: int) -> str:
     least = Context(prec=4, rounding=ROUND_CEILING).divide(Decimal(MIB), Decimal(capacity))
     if least > 1:
         return "no ratio makes one: this worker needs more memory"
-    limit = " (nixl takes at most 0.5: this worker has too little memory)" if least > Decimal("0.5") else ""
+    limit = (
+        " (transports take at most 0.5: this worker has too little memory)" if least > Decimal("0.5") else ""
+    )
     return f"set {RATIO_KEY} to {least:f} or more{limit}"
 
 
@@ -154,99 +175,4 @@ def _refuse_misspelled(generation: Mapping[str, Any]) -> None:
             nearest(key, OWNED_KEYS, cutoff=0.8) if isinstance(key, str) and key not in OWNED_KEYS else None
         )
         if near is not None:
-            raise ConfigurationError(f"unknown key {_GENERATION}.{key}; write {_GENERATION}.{near}")
-
-
-def _check_backend(backend: Any) -> None:
-    if backend != "vllm":
-        raise ConfigurationError(
-            f"{_GENERATION}.backend: this version cannot refit {backend!r}, only vllm; write vllm"
-        )
-
-
-def _check_colocated(value: Any) -> None:
-    path = f"{_GENERATION}.colocated"
-    colocated = _mapping(value, path)
-    for key in colocated:
-        if key != "enabled" and isinstance(key, str) and nearest(key, ["enabled"], cutoff=0.8):
-            raise ConfigurationError(f"unknown key {path}.{key}; write {path}.enabled")
-    enabled = colocated.get("enabled", False)
-    if not isinstance(enabled, bool):
-        raise ConfigurationError(f"{path}.enabled: got {enabled!r}; write false")
-    if enabled:
-        raise ConfigurationError(
-            f"{path}.enabled is true, but checkpoint-engine refit serves generation on workers of its own; "
-            f"write {path}.enabled: false, or leave out {_GENERATION}.refit_transport and refit colocated "
-            "generation through your framework's IPC path"
-        )
-
-
-def _transport(generation: Mapping[str, Any]) -> str:
-    path = f"{_GENERATION}.refit_transport"
-    name = generation.get("refit_transport")
-    if name is None:
-        raise ConfigurationError(f"{path} is missing; write {path}: nixl, or a 'module:ClassName'")
-    if isinstance(name, list | tuple | dict):
-        raise ConfigurationError(
-            f"{path}: two transports at once ({name!r:.120}); name exactly one, such as nixl"
-        )
-    if not isinstance(name, str):
-        raise ConfigurationError(f"{path}: got {name!r}; write nixl, or a 'module:ClassName'")
-    if name not in engine_targets and split_class_path(name) is None:
-        raise ConfigurationError(f"{path}: {unknown_engine_message(name)}")
-    return name
-
-
-def _scope(transport: str, value: Any) -> NixlRefitConfig | PluginRefitConfig:
-    path = f"{_GENERATION}.refit_cfg"
-    scopes = _mapping(value, path)
-    _check_scopes(transport, scopes, path)
-    path = f"{path}.{transport}" if transport in engine_targets else f"{path}[{transport!r}]"
-    settings = _mapping(scopes.get(transport), path)
-    return (
-        validate_section(NixlRefitConfig, settings, path) if transport == "nixl" else _plugin(settings, path)
-    )
-
-
-def _check_scopes(transport: str, scopes: Mapping[Any, Any], path: str) -> None:
-    others = [scope for scope in scopes if scope != transport]
-    if not others:
-        return
-    fields = {*NixlRefitConfig.model_fields, *RENAMED_KEYS}
-    if any(scope in fields for scope in others):
-        raise ConfigurationError(f"{path}.{others[0]} has no scope; write it under {path}.{transport}")
-    near = nearest(str(others[0]), [transport]) if len(scopes) == 1 else None
-    if near is not None:
-        raise ConfigurationError(
-            f"{path}: {others[0]!r} is not the selected transport; did you mean {transport!r}, as in "
-            f"{_GENERATION}.refit_transport?"
-        )
-    raise ConfigurationError(
-        f"two transports at once: {_GENERATION}.refit_transport selects {transport!r}, but {path} has "
-        f"settings for {', '.join(map(repr, others))}; keep only {path}.{transport}"
-        f" (known names: {', '.join(known_checkpoint_engines())})"
-    )
-
-
-def _plugin(settings: dict[Any, Any], path: str) -> PluginRefitConfig:
-    for key in settings:
-        if not isinstance(key, str):
-            raise ConfigurationError(f"{path}: the key {key!r} is no string; write {str(key)!r}")
-        if key == "bucket_size":
-            raise ConfigurationError(f"{path}.bucket_size is computed; write {path}.{RATIO_KEY}")
-        if key != RATIO_KEY and (key in RENAMED_KEYS or nearest(key, [RATIO_KEY], cutoff=0.85)):
-            raise ConfigurationError(f"unknown key {path}.{key}; write {RENAMED_KEYS.get(key, RATIO_KEY)}")
-    ratio = {key: settings[key] for key in settings if key == RATIO_KEY}
-    checked = validate_section(PluginRatio, ratio, path)
-    return PluginRefitConfig(
-        update_weights_bucket_memory_ratio=checked.update_weights_bucket_memory_ratio,
-        settings={key: settings[key] for key in settings if key != RATIO_KEY},
-    )
-
-
-def _mapping(value: Any, path: str) -> dict[Any, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise ConfigurationError(f"{path} must be a mapping, got {value!r:.80}")
-    return value
+            raise ConfigurationError(f"unknown key {GENERATION}.{key}; write {GENERATION}.{near}")

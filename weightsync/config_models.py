@@ -1,4 +1,4 @@
-"""The parts of the configuration contract as checked models: one class for each owned mapping.
+"""The parts of the configuration contract as checked models: what they have in common, and the small ones.
 
 A field's description completes the sentence "write ..." in the error about a wrong value.
 """
@@ -33,23 +33,18 @@ def _on_off(value: Any) -> Any:
     return {False: "off", True: "full"}[value] if isinstance(value, bool) else value
 
 
-def _reachable(value: Any) -> Any:
-    if value in ("0.0.0.0", "::", "[::]", "*"):
-        raise ValueError("peers cannot connect to a wildcard address")
-    return value
-
-
+Ratio = Annotated[float, BeforeValidator(_no_bool)]
+Text = Annotated[str, Field(min_length=1)]
 _Seconds = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, allow_inf_nan=False)]
-_Text = Annotated[str, Field(min_length=1)]
 
 
-class _Section(BaseModel):
+class Section(BaseModel):
     """A part of the configuration that takes only known keys. A field's description says what to write."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
-class RefitLifecycle(_Section):
+class RefitLifecycle(Section):
     """``refit_lifecycle``: how long to wait, how much to check, what happens to running requests."""
 
     connect_s: _Seconds = Field(60.0, description="seconds above 0 in which peers must connect")
@@ -64,31 +59,9 @@ class RefitLifecycle(_Section):
     in_flight: Literal["abort", "wait", "keep"] = Field(
         "abort", description="'abort', 'wait' or 'keep': what happens to running requests"
     )
-    allow_missing: list[_Text] = Field([], description="a list of name patterns, such as ['lm_head.*']")
-    allow_unused: list[_Text] = Field([], description="a list of name patterns, such as ['mtp.*']")
+    allow_missing: list[Text] = Field([], description="a list of name patterns, such as ['lm_head.*']")
+    allow_unused: list[Text] = Field([], description="a list of name patterns, such as ['mtp.*']")
     poison_released: StrictBool = Field(False, description="true or false")
-
-
-class NixlRefitConfig(_Section):
-    """``refit_cfg.nixl``: settings of the built-in NIXL engine."""
-
-    update_weights_bucket_memory_ratio: Annotated[float, BeforeValidator(_no_bool)] = Field(
-        DEFAULT_BUCKET_RATIO,
-        gt=0,
-        le=0.5,
-        description="a fraction of the smallest memory, above 0 and at most 0.5 (there are two buckets)",
-    )
-    device: Literal["cuda", "cpu"] = Field("cuda", description="'cuda' or 'cpu'")
-    backend_name: _Text = Field("UCX", description="the name of a NIXL backend, such as UCX")
-    backend_init_params: dict[str, str | int | float | bool] = Field(
-        {}, description="a mapping of names to strings, numbers or booleans"
-    )
-    release_after_refit: StrictBool = Field(False, description="true or false")
-    shard_expert_weights: StrictBool = Field(False, description="false")
-    bind_host: _Text | None = Field(None, description="an address of this host, such as '0.0.0.0' or '::'")
-    advertise_host: Annotated[_Text | None, BeforeValidator(_reachable)] = Field(
-        None, description="a name or address at which peers reach this host"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,39 +78,68 @@ class PluginRefitConfig:
         return named if named in {"cpu", "cuda"} else "auto"
 
 
-class PluginRatio(_Section):
-    """The one setting of a plugin's scope that is ours."""
-
-    update_weights_bucket_memory_ratio: Annotated[float, BeforeValidator(_no_bool)] = Field(
+def any_ratio() -> Any:
+    """Make the field of a ratio that may be the whole memory: how many buckets there are is not known."""
+    return Field(
         DEFAULT_BUCKET_RATIO, gt=0, le=1, description="a fraction of the smallest memory, above 0, at most 1"
     )
 
 
-_Model = TypeVar("_Model", bound=_Section)
+class PluginRatio(Section):
+    """The one setting of a plugin's scope that is ours."""
+
+    update_weights_bucket_memory_ratio: Ratio = any_ratio()
 
 
-def validate_section(model: type[_Model], values: dict[Any, Any], path: str) -> _Model:
+@dataclass(frozen=True)
+class Shared:
+    """Which keys of a section were written in another scope, that of all transports."""
+
+    path: str
+    keys: frozenset[str] = frozenset()
+    transport: str = ""
+
+
+_Model = TypeVar("_Model", bound=Section)
+
+
+def validate_section(
+    model: type[_Model], values: Mapping[Any, Any], path: str, shared: Shared | None = None
+) -> _Model:
     """Make a model of what was written under ``path``; every complaint at once.
+
+    Args:
+        model: what to make.
+        values: what was written.
+        path: where; for keys of ``shared``, the scope that may overrule them.
+        shared: the keys that were written elsewhere.
 
     Raises:
         ConfigurationError: an unknown key, or a wrong value; says what to write.
     """
-    if values.get("shard_expert_weights") is True and "shard_expert_weights" in model.model_fields:
-        raise ConfigurationError(
-            f"{path}.shard_expert_weights: not available in this version; write shard_expert_weights: false"
-        )
+    shared = shared or Shared("")
     try:
-        return model.model_validate(values)
+        return model.model_validate(dict(values))
     except ValidationError as error:
-        complaints = [_complaint(model, each, path) for each in error.errors()]
+        complaints = [_complaint(model, each, path, shared) for each in error.errors()]
         raise ConfigurationError("; ".join(dict.fromkeys(complaints))) from error
 
 
-def _complaint(model: type[_Model], error: Any, path: str) -> str:
+def _complaint(model: type[Section], error: Any, path: str, shared: Shared) -> str:
     key = error["loc"][0]
-    if error["type"] in ("extra_forbidden", "invalid_key"):
+    unknown = error["type"] in ("extra_forbidden", "invalid_key")
+    if key in shared.keys:
+        return _misfit(model, key, error["input"], path, shared)
+    if unknown:
         fix = f"; write {RENAMED_KEYS[key]}" if key in RENAMED_KEYS else hint(str(key), model.model_fields)
         return f"unknown key {path}.{key}" + (fix or f" (known: {', '.join(model.model_fields)})")
     where = ".".join(map(str, error["loc"][:2])) if key == "backend_init_params" else str(key)
     reason = f" ({error['ctx']['error']})" if error["type"] == "value_error" else ""
     return f"{path}.{where}: got {error['input']!r:.120}{reason}; write {model.model_fields[key].description}"
+
+
+def _misfit(model: type[Section], key: str, value: Any, path: str, shared: Shared) -> str:
+    return (
+        f"{shared.path}.{key}: refit_transport {shared.transport!r} cannot use {value!r:.120}; write "
+        f"{model.model_fields[key].description}, for this transport alone as {path}.{key}"
+    )

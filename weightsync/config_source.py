@@ -17,6 +17,7 @@ from weightsync.errors import ConfigurationError
 from weightsync.names import hint
 
 SECTIONS = ("policy", "generation")
+GENERATION = ".".join(SECTIONS)
 OWNED_KEYS = ("backend", "colocated", "refit_transport", "refit_cfg", "refit_lifecycle")
 
 
@@ -44,6 +45,19 @@ def read_generation_section(source: str | Path | Mapping[str, Any]) -> dict[str,
     if isinstance(source, str | Path):
         return _from_yaml(Path(source))
     raise ConfigurationError(f"give the path of a YAML file, or a mapping, not {type(source).__name__}")
+
+
+def mapping_at(value: Any, path: str) -> dict[Any, Any]:
+    """Return what was written under ``path``, which may be nothing.
+
+    Raises:
+        ConfigurationError: it is no mapping.
+    """
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ConfigurationError(f"{path} must be a mapping, got {value!r:.80}")
+    return value
 
 
 def _from_mapping(source: Mapping[str, Any]) -> dict[str, Any]:
