@@ -86,8 +86,10 @@ class DemoConfig(_Settings):
         return {"policy": {"generation": own}}
 
 
-def load_config(path: Path, *, steps: int | None = None, seed: int | None = None) -> DemoConfig:
-    """Read and check a YAML file; ``steps`` and ``seed`` replace what it says.
+def load_config(
+    path: Path, *, steps: int | None = None, seed: int | None = None, transport: str | None = None
+) -> DemoConfig:
+    """Read and check a YAML file; ``steps``, ``seed`` and ``transport`` replace what it says.
 
     Raises:
         ConfigurationError: the file is unreadable, no YAML mapping, or holds a wrong or unknown key.
@@ -99,12 +101,18 @@ def load_config(path: Path, *, steps: int | None = None, seed: int | None = None
     if not isinstance(data, dict):
         raise ConfigurationError(f"{path} does not hold a mapping at its top level")
     try:
-        return DemoConfig.model_validate(_with_overrides(data, steps, seed))
+        return DemoConfig.model_validate(_with_overrides(data, steps, seed, transport))
     except ValidationError as error:
         raise ConfigurationError(f"{path}: {_first_problems(error)}") from error
 
 
-def _with_overrides(data: dict[str, Any], steps: int | None, seed: int | None) -> dict[str, Any]:
+def _with_overrides(
+    data: dict[str, Any], steps: int | None, seed: int | None, transport: str | None
+) -> dict[str, Any]:
+    policy = data.get("policy")
+    if transport is not None and isinstance(policy, dict) and isinstance(policy.get("generation"), dict):
+        generation = {**policy["generation"], "refit_transport": transport}
+        data = {**data, "policy": {**policy, "generation": generation}}
     if steps is not None and isinstance(data.get("grpo"), dict):
         data = {**data, "grpo": {**data["grpo"], "steps": steps}}
     return data if seed is None else {**data, "seed": seed}

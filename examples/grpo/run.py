@@ -42,6 +42,7 @@ class Options:
     steps: int | None = None
     seed: int | None = None
     refit: bool = True
+    transport: str | None = None
 
 
 def run(options: Options) -> int:
@@ -52,7 +53,9 @@ def run(options: Options) -> int:
     """
     began = time.monotonic()
     console = Console()
-    config = load_config(_find(options.config), steps=options.steps, seed=options.seed)
+    config = load_config(
+        _find(options.config), steps=options.steps, seed=options.seed, transport=options.transport
+    )
     load_refit_config(config.refit_source)  # a wrong setting must not wait until all workers are up
     checkpoint = prepare_checkpoint(config.policy.model, default_cache(), console.print)
     task = make_task(config.grpo.task, checkpoint)
@@ -128,6 +131,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seed", type=int)
+    parser.add_argument("--transport", help="refit_transport, instead of the file's")
     parser.add_argument(
         "--no-refit", action="store_true", help="leave vLLM on its first weights, to see what happens"
     )
@@ -139,6 +143,7 @@ def main(argv: list[str] | None = None) -> int:
             steps=given.steps,
             seed=given.seed,
             refit=not given.no_refit,
+            transport=given.transport,
         )
     )
 

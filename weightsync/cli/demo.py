@@ -41,27 +41,45 @@ def demo(
     output: Annotated[Path, typer.Option(help="Directory for result.json and demo.png.")] = Path(
         "outputs/demo"
     ),
+    transport: Annotated[
+        str | None,
+        typer.Option(
+            help="What moves the weights, instead of the file's refit_transport: nixl, ipc, gloo, mooncake, "
+            "kimi_ckpt_engine, or a plugin.",
+            show_default=False,
+        ),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed, instead of the file's.", show_default=False)] = None,
 ) -> None:
-    """Train a small model with GRPO on Ray: FSDP2 workers refit vLLM over NIXL after every step.
+    """Train a small model with GRPO on Ray: FSDP2 workers refit vLLM after every step.
 
     Exits with 1 if the reward did not rise, or if vLLM's log-probabilities ever left the policy's.
     """
-    require_packages()
+    require_packages(transport or "nixl")
     run = load_example()
     options = run.Options(
-        config=config or run.DEFAULT_CONFIG, output=output, steps=steps, seed=seed, refit=not no_refit
+        config=config or run.DEFAULT_CONFIG,
+        output=output,
+        steps=steps,
+        seed=seed,
+        refit=not no_refit,
+        transport=transport,
     )
     raise typer.Exit(run.run(options))
 
 
-def require_packages() -> None:
+def require_packages(transport: str = "nixl") -> None:
     """Check that everything the demo needs is installed, without importing it.
+
+    Args:
+        transport: what moves the weights; NIXL is needed where it is used.
 
     Raises:
         MissingDependencyError: something is not; names all of it and the one command that brings it.
     """
-    missing = {module: extra for module, extra in _NEEDED.items() if importlib.util.find_spec(module) is None}
+    over_nixl = transport in ("nixl", "kimi_ckpt_engine")
+    needed = {module: extra for module, extra in _NEEDED.items() if module != "nixl" or over_nixl}
+    missing = {module: extra for module, extra in needed.items() if importlib.util.find_spec(module) is None}
     if missing:
         extras = ",".join(dict.fromkeys(missing.values()))
         raise MissingDependencyError(
