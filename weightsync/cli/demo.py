@@ -24,6 +24,7 @@ _NEEDED = {
 
 
 def demo(
+    *,
     config: Annotated[
         Path | None,
         typer.Option(
