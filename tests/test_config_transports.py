@@ -141,6 +141,7 @@ def test_the_default_device(name: str, device: str) -> None:
         ("gloo", "rebuild_group", "yes", "write true or false"),
         ("mooncake", "protocol", "ucx", "write 'tcp' or 'rdma'"),
         ("mooncake", "device_name", None, "names of RDMA devices"),
+        ("mooncake", "device_name", "mlx5_0", "(protocol: tcp uses no RDMA device); write"),
         ("kimi_ckpt_engine", "transport", "nccl", "write 'nixl' or 'ipc'"),
         *[(name, "fan_out", 0, "a whole number of at least 1") for name in SCOPES],
         *[(name, "advertise_host", "0.0.0.0", "wildcard") for name in SCOPES],

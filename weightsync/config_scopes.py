@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field, StrictBool, StrictInt
+from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, StrictInt, ValidationInfo
 
 from weightsync.config_models import DEFAULT_BUCKET_RATIO, Ratio, Section, Text, any_ratio
 from weightsync.names import NAIVE
@@ -23,6 +23,12 @@ def _reachable(value: Any) -> Any:
 def _not_yet(value: Any) -> Any:
     if value is True:
         raise ValueError("not available in this version")
+    return value
+
+
+def _over_rdma(value: str, info: ValidationInfo) -> str:
+    if value and info.data.get("protocol") == "tcp":
+        raise ValueError("protocol: tcp uses no RDMA device")
     return value
 
 
@@ -82,7 +88,9 @@ class MooncakeRefitConfig(_HostOrGpu):
     """``refit_cfg.mooncake``: settings of the Mooncake engine."""
 
     protocol: Literal["tcp", "rdma"] = Field("tcp", description="'tcp' or 'rdma'")
-    device_name: str = Field("", description="names of RDMA devices, such as 'mlx5_0', or '' for any")
+    device_name: Annotated[str, AfterValidator(_over_rdma)] = Field(
+        "", description="names of RDMA devices, such as 'mlx5_0', with protocol: rdma, or '' for any"
+    )
 
 
 class IpcRefitConfig(_HostOrGpu):
