@@ -294,6 +294,7 @@ def test_a_wrong_shared_setting(name: str, shared: dict, text: str) -> None:
 
 
 def test_a_setting_of_one_transport_is_not_shared() -> None:
+    assert refusal("ipc", shared={"protocol": "tcp"}).endswith("leave it out, ipc does not take it")
     message = refusal("nixl", shared={"backend_name": "UCX"})
     assert message == (
         f"{SHARED}.backend_name is a setting of one transport; write it under {GENERATION}.refit_cfg.nixl"

@@ -86,16 +86,11 @@ def _read_shared(transport: str, shared: dict[Any, Any], path: str) -> dict[str,
     }
     for key in shared:
         if key in special:
-            raise ConfigurationError(
-                f"{_SHARED_PATH}.{key} is a setting of one transport; write it under {path}"
-                + ("" if key in _fields(transport) else f", if {transport} takes it")
-            )
+            ours = transport not in SCOPES or key in SCOPES[transport].model_fields
+            fix = f"write it under {path}" if ours else f"leave it out, {transport} does not take it"
+            raise ConfigurationError(f"{_SHARED_PATH}.{key} is a setting of one transport; {fix}")
     checked = validate_section(SharedRefitConfig, shared, _SHARED_PATH)
     return checked.model_dump(include=set(shared))
-
-
-def _fields(transport: str) -> Mapping[str, Any]:
-    return SCOPES[transport].model_fields if transport in SCOPES else {}
 
 
 def _plugin(transport: str, own: dict[Any, Any], shared: Mapping[str, Any], path: str) -> PluginRefitConfig:
