@@ -344,10 +344,11 @@ def test_the_manifest_check_refuses(crew):
 def test_a_changed_byte_is_a_digest_error(crew, monkeypatch, bucket, byte, tensor):
     original = NixlTransport.fetch
 
-    def corrupting(self, message, slot, **kwargs):
-        original(self, message, slot, **kwargs)
+    def corrupting(self, source, message, slot, **kwargs):
+        data = original(self, source, message, slot, **kwargs)
         if message.seq == bucket:
-            self._buffers[slot][byte] ^= 1
+            data[byte] ^= 1
+        return data
 
     monkeypatch.setattr(NixlTransport, "fetch", corrupting)
     sender, receiver = timed(crew, [plain(some_weights())])
@@ -363,9 +364,10 @@ def test_a_changed_byte_is_a_digest_error(crew, monkeypatch, bucket, byte, tenso
 def test_without_digests_nobody_looks(monkeypatch):
     original = NixlTransport.fetch
 
-    def corrupting(self, message, slot, **kwargs):
-        original(self, message, slot, **kwargs)
-        self._buffers[slot][0] ^= 1
+    def corrupting(self, source, message, slot, **kwargs):
+        data = original(self, source, message, slot, **kwargs)
+        data[0] ^= 1
+        return data
 
     monkeypatch.setattr(NixlTransport, "fetch", corrupting)
     with Crew(verify="off") as crew:
@@ -380,9 +382,10 @@ def test_a_transport_that_moves_nothing_or_a_message_that_is_lost(crew, monkeypa
 
     send, fetch, saved = Link.send, NixlTransport.fetch, []
 
-    def faulty_fetch(self, bucket, slot, **kwargs):
-        if lost != "nothing moved":
-            fetch(self, bucket, slot, **kwargs)
+    def faulty_fetch(self, source, bucket, slot, **kwargs):
+        if lost == "nothing moved":
+            return self._buffers[slot][: bucket.nbytes]
+        return fetch(self, source, bucket, slot, **kwargs)
 
     def faulty_send(self, message):
         if isinstance(message, Bucket) and message.seq == 1 and lost != "nothing moved":
@@ -661,17 +664,19 @@ def damaged_metadata(policy, rollout):
         "entry 0 has digest 'off'.*set verify and device alike": [damaged(policy, digest="off"), rollout],
         "entry 0 has no proper 'control'": [damaged(policy, control=None), rollout],
         "entry 0 has no proper 'transport'": [{k: v for k, v in policy.items() if k != "transport"}, rollout],
+        "entry 0 has topology 'star'.*set topology alike": [damaged(policy, topology="star"), rollout],
+        "entry 0 has fan_out 3.*set fan_out alike": [damaged(policy, fan_out=3), rollout],
         "entry 1 is not what this worker's last prepare": [rollout, policy],
-        "peer uses NIXL backend POSIX, this worker UCX": [transport(backend="POSIX"), rollout],
-        "(?s)metadata are damaged.*": [transport(metadata=b"garbage"), rollout],
-        "metadata are damaged": [transport(metadata=whole[: len(whole) // 2]), rollout],
-        "metadata are damaged:": [transport(metadata=b""), rollout],
-        "metadata are damaged: ": [transport(metadata="text"), rollout],
+        "policy rank 0 uses NIXL backend POSIX, this worker UCX": [transport(backend="POSIX"), rollout],
+        "(?s)metadata of policy rank 0 are damaged.*": [transport(metadata=b"garbage"), rollout],
+        "metadata of policy rank 0 are damaged": [transport(metadata=whole[: len(whole) // 2]), rollout],
+        "metadata of policy rank 0 are damaged:": [transport(metadata=b""), rollout],
+        "metadata of policy rank 0 are damaged: ": [transport(metadata="text"), rollout],
         "does not describe a buffer": [transport(slots=[["x", *slots[0][1:]], slots[1]]), rollout],
-        "metadata are damaged: they lack agent, slots": [
+        "metadata of policy rank 0 are damaged: they lack agent, slots": [
             damaged(policy, transport={"backend": "UCX", "metadata": whole}), rollout,
         ],
-        "metadata are damaged: they are another agent's": [transport(agent="preinit-1-0"), rollout],
+        "metadata of policy rank 0 are damaged: they are another agent's": [transport(agent="preinit-1-0"), rollout],
         "card must hold": [damaged(policy, control={"name": "x"}), rollout],
     }  # fmt: skip
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.engine_crew import Crew, assert_same, collect, make_engine, plain, run, some_weights
-from weightsync.engines import nixl_agent, receiver
+from weightsync.engines import inlet, nixl_agent
 from weightsync.engines.nixl import NixlTransport
 from weightsync.engines.nixl_agent import NixlAgent, ProgressTicker
 from weightsync.errors import DeadlineError, TransportError
@@ -24,8 +24,8 @@ def hang(monkeypatch):
     """Reads that hang until the event is set."""
     go_on = threading.Event()
     monkeypatch.setattr(NixlTransport, "fetch", lambda *_, **__: go_on.wait(30))
-    monkeypatch.setattr(receiver, "_JOIN_S", 0.3)
-    monkeypatch.setattr(receiver, "_MARGIN_S", 0.2)
+    monkeypatch.setattr(inlet, "_JOIN_S", 0.3)
+    monkeypatch.setattr(inlet, "_MARGIN_S", 0.2)
     yield go_on
     go_on.set()
 
@@ -57,7 +57,7 @@ def test_buffers_of_a_stuck_transfer_are_not_used_again(stuck, returns):
     crew, _, hang = stuck
     if returns:
         hang.set()
-        crew.rollout[0]._memory._stuck._pump.join(10)
+        crew.rollout[0]._memory._stuck._inlet._thread.join(10)
     for call in (
         crew.rollout[0].prepare,
         lambda: run(collect(crew.rollout[0])),
@@ -79,7 +79,7 @@ def test_a_stuck_engine_closes_and_keeps_its_buffers_until_the_transfer_ends(stu
     assert deregistered == []
     assert engine._memory.buffers
     hang.set()
-    engine._memory._stuck._pump.join(10)
+    engine._memory._stuck._inlet._thread.join(10)
     engine.close()
     assert len(deregistered) == 2
     assert engine._memory.buffers == []

@@ -66,6 +66,7 @@ class Inlet:
     def __init__(self, refit: Refit, sources: Mapping[RankId, Link], targets: Sequence[Link]) -> None:
         self._refit = refit
         self._sources = dict(sources)
+        self._peer = next(iter(sources.values())).peer if len(sources) == 1 else None
         self._waiting = dict(sources)
         """Those that have not ended."""
         self._buffers = refit.buffers
@@ -109,8 +110,9 @@ class Inlet:
             return self._events.get(timeout=timeout_s)
         except queue.Empty:
             raise DeadlineError(
-                f"nothing was brought in within {timeout_s:g} s, and no reason was given", phase="receive"
-            ) from None
+                f"nothing was brought in within {timeout_s:g} s, and no reason was given",
+                peer=self._peer, phase="receive",
+            ) from None  # fmt: skip
 
     def give_back(self, arrived: Arrived) -> None:
         """Take back a bucket that the consumer has loaded."""
@@ -142,7 +144,9 @@ class Inlet:
         if self._thread.is_alive():
             self._thread.join(_JOIN_S)
             if self._thread.is_alive():
-                raise DeadlineError(f"a transfer did not end within {_JOIN_S:g} s", phase="receive")
+                raise DeadlineError(
+                    f"a transfer did not end within {_JOIN_S:g} s", peer=self._peer, phase="receive"
+                )
 
     @property
     def is_running(self) -> bool:

@@ -16,7 +16,7 @@ from weightsync.control import Bucket
 from weightsync.engines.bucketed import BucketedCheckpointEngine
 from weightsync.engines.buffers import allocate_bucket, require_device
 from weightsync.engines.nixl_agent import MemoryRegion, NixlAgent, ProgressTicker, backend_params
-from weightsync.engines.nixl_peers import NixlPeers
+from weightsync.engines.nixl_peers import LaterBuffer, NixlPeers
 from weightsync.engines.nixl_pool import borrow_agent, preinit_nixl_agent, return_agent
 from weightsync.engines.transport import SLOTS, BucketTransport, Check, Place
 from weightsync.errors import ConfigurationError, LifecycleError, ProtocolError
@@ -90,17 +90,21 @@ class NixlTransport(BucketTransport):
             self._ticker.start()
 
     def publish(self, slot: int, nbytes: int) -> bytes:
-        """Nothing to do: the receivers read the buffer where it is."""
-        return b""
+        """Nothing to do: the receivers read the buffer where it is. Tells where, of one made by `extend`."""
+        if slot < SLOTS:
+            return b""
+        key = self._require_agent().metadata_of(self._registrations[slot])
+        return LaterBuffer.of(MemoryRegion.of(self._buffers[slot]), key).encode()
 
     def fetch(
         self, source: RankId, bucket: Bucket, slot: int, *, timeout_s: float, check: Check
     ) -> torch.Tensor:
         """Read a bucket from the sender's buffer into a local one."""
         peer = self._peers.connected(source)
-        if bucket.slot >= len(peer.slots):
-            raise ProtocolError(f"the sender named buffer {bucket.slot}, it has {len(peer.slots)}")
-        region = peer.slots[bucket.slot]
+        if bucket.slot < len(peer.slots):
+            region = peer.slots[bucket.slot]
+        else:
+            region = self._peers.learn_buffer(source, LaterBuffer.decode(bucket.payload))
         if bucket.nbytes > region.nbytes:
             raise ProtocolError(f"bucket {bucket.seq} is larger than the sender's buffer")
         target = self._buffers[slot]
