@@ -1,0 +1,107 @@
+"""Every built-in engine, and a plugin written from the design document alone, through the shipped suite.
+
+An engine is one class here. Its first topology goes through all of `EngineConformance`, the others through
+the part for which several ranks are needed.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.plugin_example import MyCheckpointEngine
+from weightsync.errors import ConfigurationError
+from weightsync.testing import EngineConformance
+from weightsync.testing.conformance import TopologyConformance
+
+
+def fast(**settings):
+    """Short deadlines on this machine's own addresses, and further settings."""
+    deadlines = {"connect_s": 3.0, "stall_s": 4.0, "silence_s": 2.0}
+    return {"device": "cpu", "bind_host": "127.0.0.1", **deadlines, **settings}
+
+
+class Fast:
+    settings = fast()
+    collective_s = 0.6
+
+
+@pytest.mark.nixl
+class TestNixl(Fast, EngineConformance):
+    engine = "nixl"
+
+
+@pytest.mark.nixl
+class TestNixlStar(Fast, TopologyConformance):
+    engine = "nixl"
+    settings = fast(topology="star")
+
+
+@pytest.mark.nixl
+class TestNixlRing(Fast, TopologyConformance):
+    engine = "nixl"
+    settings = fast(topology="ring")
+
+
+@pytest.mark.nixl
+class TestNixlTree(Fast, TopologyConformance):
+    engine = "nixl"
+    settings = fast(topology="tree")
+
+
+@pytest.mark.nixl
+class TestNixlStripes(Fast, TopologyConformance):
+    engine = "nixl"
+    settings = fast(topology="stripes")
+
+
+class TestIPC(Fast, EngineConformance):
+    engine = "ipc"
+
+
+class TestIPCStar(Fast, TopologyConformance):
+    engine = "ipc"
+    settings = fast(topology="star")
+
+
+class TestIPCStripes(Fast, TopologyConformance):
+    engine = "ipc"
+    settings = fast(topology="stripes")
+
+
+class TestNaive(Fast, EngineConformance):
+    engine = "naive"
+
+
+# A plugin.
+
+
+class DeclaredPlugin(MyCheckpointEngine):
+    """What its author adds: what it cannot do, and that it says so."""
+
+    lacks = dict.fromkeys(
+        ("processes", "hosts", "losses", "checks", "latecomers"),
+        "its queues are in one process, and unchecked",
+    )
+
+    def refuses(self, *, train_world_size, rollout_world_size):
+        if rollout_world_size > train_world_size:
+            return "policy rank i feeds rollout rank i: use as many policy ranks"
+        return None
+
+    def init_policy_process_group(self, **place):
+        self.require_fit(**place)
+        super().init_policy_process_group(**place)
+
+    def init_rollout_process_group(self, **place):
+        self.require_fit(**place)
+        super().init_rollout_process_group(**place)
+
+    def require_fit(self, *, train_world_size, rollout_world_size, **_):
+        reason = self.refuses(train_world_size=train_world_size, rollout_world_size=rollout_world_size)
+        if reason:
+            raise ConfigurationError(reason)
+
+
+class TestPlugin(EngineConformance):
+    engine = DeclaredPlugin
+    settings = dict(transport="custom")  # noqa: C408

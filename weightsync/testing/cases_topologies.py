@@ -1,0 +1,44 @@
+"""Conformance: any number of policy and rollout ranks, in step and out of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from weightsync.testing.crew import World
+from weightsync.testing.suite import Suite
+from weightsync.testing.work import Plan
+
+WORLDS: tuple[World, ...] = ((1, 1), (1, 3), (3, 1), (4, 2), (2, 4), (2, 5))
+"""Policy ranks and rollout ranks. What the engine refuses, it must refuse on every rank."""
+
+
+class TopologyCases(Suite):
+    """Several ranks in this process; every policy rank has the same stream."""
+
+    @pytest.mark.parametrize("world", WORLDS, ids=lambda world: f"{world[0]} to {world[1]}")
+    def test_all_ranks_in_step(self, world: World) -> None:
+        """Making an item takes all policy ranks, as a collective does: each must drain its stream in step.
+
+        Items are made when asked for and must not be collected. Values, then names and shapes change.
+        """
+        with self.crew_of(world) as crew:
+            for seed in (0, 1, 3):
+                crew.works(Plan("mixed", seed=seed, in_step=True, watched=True))
+            crew.works(Plan("nothing", in_step=True))
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("side", ["policy", "rollout"])
+    def test_a_rank_that_comes_late(self, side: str) -> None:
+        """The others wait for it; with `collective_s`, outside of their streams' steps."""
+        with self.crew_of((2, 2), step_s=self.collective_s or self.step_s) as crew:
+            crew.works(Plan(in_step=True), {(side, 0): Plan(in_step=True, delay_s=self._long_s)})
+
+    @pytest.mark.slow
+    def test_a_receiver_ten_times_slower(self) -> None:
+        """It gets its bytes, and the others wait for it; with `collective_s`, outside of their steps."""
+        with self.crew_of((2, 2), step_s=self.collective_s or self.step_s) as crew:
+            crew.works(Plan(in_step=True, watched=True), {("rollout", 0): Plan(pace_s=self._long_s)})
+
+    @property
+    def _long_s(self) -> float:
+        return 0.4 if self.collective_s is None else 1.25 * self.collective_s
