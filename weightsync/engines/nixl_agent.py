@@ -121,8 +121,13 @@ class NixlAgent:
         with self._lock:
             return bytes(self._agent.get_agent_metadata())
 
+    def metadata_of(self, handle: Any) -> bytes:
+        """Return what a peer that knows this agent needs besides to reach one buffer, by its handle."""
+        with self._lock:
+            return bytes(self._agent.get_partial_agent_metadata(handle))
+
     def add_peer(self, metadata: bytes) -> str:
-        """Learn, or learn anew, a peer from its metadata; returns its name.
+        """Learn a peer from its `metadata`, or more of it from its `metadata_of`; returns its name.
 
         Raises:
             TransportError: the metadata are not NIXL's, or of another version.

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from weightsync.engines.nixl_agent import MemoryRegion, NixlAgent
 from weightsync.engines.transport import Peer
-from weightsync.errors import ConfigurationError, LifecycleError, TransportError
+from weightsync.errors import ConfigurationError, LifecycleError, ProtocolError, TransportError
 from weightsync.topology import RankId
 
 
@@ -37,6 +39,34 @@ class NixlPeer:
         )
 
 
+class LaterBuffer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A buffer that was registered after its owner was described: where it is, and NIXL's key to it."""
+
+    region: tuple[int, int, int, str]
+    metadata: bytes
+
+    @classmethod
+    def of(cls, region: MemoryRegion, metadata: bytes) -> LaterBuffer:
+        """Describe a buffer; ``metadata`` are `NixlAgent.metadata_of` it."""
+        return cls((region.address, region.nbytes, region.device_index, region.kind), metadata)
+
+    @classmethod
+    def decode(cls, payload: bytes) -> LaterBuffer:
+        """Read `encode`'s bytes.
+
+        Raises:
+            ProtocolError: they are none.
+        """
+        try:
+            return msgspec.msgpack.decode(payload, type=cls)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"the sender named a buffer and did not tell where it is: {error}") from error
+
+    def encode(self) -> bytes:
+        """Return the payload of a bucket's message."""
+        return msgspec.msgpack.encode(self)
+
+
 class NixlPeers:
     """Peers by rank, and connections by agent.
 
@@ -55,6 +85,8 @@ class NixlPeers:
         self._known: dict[str, bytes] = {}
         """The metadata that NIXL holds of each agent that it is connected to."""
         self._broken: set[str] = set()
+        self._later: dict[str, dict[int, bytes]] = {}
+        """Of each agent: the keys of the buffers that it has registered since it was met, by address."""
 
     def meet(self, peers: Sequence[Peer]) -> None:
         """Take other peers in place of the present ones; connections to agents that are not among them end.
@@ -95,6 +127,30 @@ class NixlPeers:
         if peer is None or peer.agent not in self._known:
             raise LifecycleError(f"NIXL has no open refit with {who}")
         return peer
+
+    def learn_buffer(self, who: RankId, buffer: LaterBuffer) -> MemoryRegion:
+        """Return where a peer's buffer is that it has registered since it was met.
+
+        Raises:
+            LifecycleError: there is no connection to that peer.
+            ProtocolError: what it says of the buffer is damaged.
+            TransportError: NIXL refuses it.
+        """
+        peer = self.connected(who)
+        try:
+            region = MemoryRegion.from_list(list(buffer.region))
+        except ValueError as error:
+            raise ProtocolError(f"{who} names a buffer that cannot be: {error}") from error
+        if self._later.get(peer.agent, {}).get(region.address) != buffer.metadata:
+            try:
+                self._agent.add_peer(buffer.metadata)
+            except TransportError:
+                # As in `_learn`: another buffer at the same address.
+                self._drop(peer.agent)
+                self._connect(peer)
+                self._agent.add_peer(buffer.metadata)
+            self._later.setdefault(peer.agent, {})[region.address] = buffer.metadata
+        return region
 
     def break_off(self, who: RankId) -> None:
         """Drop the connection to a peer at the end of this refit."""
@@ -150,3 +206,4 @@ class NixlPeers:
         if self._known.pop(agent, None) is not None:
             self._agent.remove_peer(agent)
         self._broken.discard(agent)
+        self._later.pop(agent, None)
