@@ -38,7 +38,7 @@ SEND = "send_weights_via_checkpoint_engine"
 LIFECYCLE = {"connect_s": 2.0, "stall_s": 1.0, "total_s": 5.0, "silence_s": 0.4}
 
 
-def configuration(release=False, ratio=0.05, **lifecycle):
+def configuration(release=False, ratio=0.05, topology="auto", **lifecycle):
     return {
         "policy": {
             "generation": {
@@ -46,6 +46,7 @@ def configuration(release=False, ratio=0.05, **lifecycle):
                 "refit_cfg": {
                     "nixl": {
                         "device": "cpu",
+                        "topology": topology,
                         "update_weights_bucket_memory_ratio": ratio,
                         "release_after_refit": release,
                     }
@@ -94,6 +95,20 @@ REFIT_AT_A_HOST = [
 
 
 # A refit that works.
+
+
+def test_a_topology_that_does_not_fit_is_refused_before_a_worker_is_called():
+    job = Job(topology="pairs", policy_world=2, sizes=(1, 2), connected=False)
+    with pytest.raises(ConfigurationError, match="2 policy and 3 rollout workers.*write topology: auto"):
+        job.synchronizer.init_communicator()
+    assert set(job.log.methods()) <= {"describe", "assign_ranks"}
+
+
+def test_the_report_says_which_topology_was_chosen_and_why():
+    report = Job().synchronizer.sync_weights()
+    assert report.transport == "nixl"
+    assert report.topology.startswith("pairs: 3 policy to 3 rollout (auto: every rollout rank")
+    assert report.to_dict()["topology"] == report.topology
 
 
 def test_the_steps_of_a_refit_come_in_order():

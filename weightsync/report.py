@@ -70,6 +70,10 @@ class RefitReport:
     """By phase: ``pause``, ``open``, ``transfer``, ``commit``, ``reset``, ``resume``, ... and ``total``."""
     policy: tuple[RankFigures, ...]
     rollout: tuple[RankFigures, ...]
+    transport: str = ""
+    """What ``refit_transport`` selected."""
+    topology: str = ""
+    """Who sent to whom, and why ``auto`` chose that; empty for transports that know no topologies."""
 
     @property
     def tensors(self) -> int:
@@ -103,6 +107,8 @@ class RefitReport:
         return {
             "version": self.version,
             "epoch": self.epoch,
+            "transport": self.transport,
+            "topology": self.topology,
             "tensors": self.tensors,
             "bytes": self.bytes,
             "batches": self.batches,

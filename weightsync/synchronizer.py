@@ -17,6 +17,7 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -78,6 +79,7 @@ class CheckpointEngineWeightSynchronizer:
         self._reconnect = False
         self._remake = False
         self._bucket_size: int | None = None
+        self._topology = ""
         self._epoch = 0
         self._published: int | None = None
         self._floor: int | None = None
@@ -114,13 +116,18 @@ class CheckpointEngineWeightSynchronizer:
 
         Raises:
             LifecycleError: it is connected already, or a refit is running.
-            ConfigurationError: no bucket fits into the smallest worker.
+            ConfigurationError: the topology does not fit the world sizes, or no bucket fits into the smallest
+                worker.
             RefitError: a worker failed; the engines made so far are closed again.
         """
         with self._exclusive("init_communicator"), self._shown("init_communicator"):
             if self._state == "ready":
                 raise LifecycleError("init_communicator: already connected; call shutdown() first")
             self._require_workers("init_communicator")
+            # Before any worker does anything: the topology may not fit the world sizes.
+            worlds = self._crew.policy.world_size, self._crew.rollout.world_size
+            topology = self.config.topology(*worlds)
+            self._topology = str(topology) if topology is not None else ""
             try:
                 self._connect()
             except StepError as error:
@@ -209,7 +216,7 @@ class CheckpointEngineWeightSynchronizer:
         refit = Refit(self._crew, self._settings, plan)
         try:
             with self._shown(str(plan)):
-                report = refit.run()
+                report = replace(refit.run(), transport=self.config.transport, topology=self._topology)
             self._synced = changes
         except RefitError as error:
             if may_lack_engine(error.failures):
