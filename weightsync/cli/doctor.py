@@ -17,7 +17,10 @@ _STYLES = {"ok": "green", "note": "yellow", "missing": "yellow", "broken": "red"
 
 def doctor(
     transport: Annotated[
-        str, typer.Option(help="The refit_transport to check for: nixl, or a 'module:ClassName'.")
+        str,
+        typer.Option(
+            help="The refit_transport to check for: nixl, mooncake, another name or a 'module:ClassName'."
+        ),
     ] = "nixl",
     deep: Annotated[
         bool,

@@ -1,0 +1,456 @@
+"""The Mooncake transport alone, as the pipeline calls it, and the session that it sits on."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.engine_crew import MIB, noise
+from tests.engine_processes import stop_forkserver
+from weightsync.control import Bucket
+from weightsync.engines import mooncake_session
+from weightsync.engines.mooncake import MooncakeCheckpointEngine, MooncakeTransport
+from weightsync.engines.mooncake_session import MooncakeSession, import_mooncake
+from weightsync.engines.transport import SLOTS, Peer, Place
+from weightsync.errors import (
+    ConfigurationError,
+    DeadlineError,
+    LifecycleError,
+    MissingDependencyError,
+    PeerLostError,
+    ProtocolError,
+    TransportError,
+)
+from weightsync.topology import RankId
+
+FORKS = multiprocessing.get_context("forkserver")
+SIZE = 3 * MIB
+SELF, POLICY, OTHER = RankId("rollout", 0), RankId("policy", 0), RankId("policy", 1)
+SETTINGS = {"host": "127.0.0.1", "protocol": "tcp", "device_name": ""}
+THREAD = "weightsync-mooncake-read"
+
+
+def missing() -> str:
+    try:
+        import_mooncake()
+    except MissingDependencyError as error:
+        return error.message
+    return ""
+
+
+real = pytest.mark.skipif(bool(missing()), reason=missing())
+
+
+def make_transport(**changes) -> MooncakeTransport:
+    return MooncakeTransport(torch.device("cpu"), **{**SETTINGS, **changes})
+
+
+@contextlib.contextmanager
+def allocated(**changes):
+    transport = make_transport(**changes)
+    try:
+        buffers = transport.allocate(SIZE)
+        yield transport, buffers
+    finally:
+        transport.close()
+
+
+def place(*sources: tuple[RankId, dict]) -> Place:
+    return Place(SELF, 2, 1, tuple(Peer(who, transport) for who, transport in sources), ())
+
+
+def bucket(payload: bytes, nbytes: int = SIZE, seq: int = 7) -> Bucket:
+    return Bucket(seq=seq, slot=0, nbytes=nbytes, chunks=(), payload=payload)
+
+
+def silent() -> None:
+    """A control channel that knows of nothing bad."""
+
+
+def fetch(transport, payload, *, source=POLICY, slot=0, timeout_s=5.0, check=silent, nbytes=SIZE):
+    return transport.fetch(source, bucket(payload, nbytes), slot, timeout_s=timeout_s, check=check)
+
+
+def serve(pipe) -> None:
+    """A sender in a process of its own: publishes `noise(SIZE, slot)` in each buffer."""
+    transport = make_transport()
+    for slot, buffer in enumerate(transport.allocate(SIZE)):
+        buffer.copy_(noise(SIZE, slot))
+    pipe.send((transport.describe(), [transport.publish(slot, SIZE) for slot in range(SLOTS)]))
+    with contextlib.suppress(EOFError):
+        pipe.recv()
+    os._exit(0)
+
+
+class Sender:
+    def __init__(self) -> None:
+        self.pipe, far = FORKS.Pipe()
+        self.process = FORKS.Process(target=serve, args=(far,), daemon=True)
+        self.process.start()
+        far.close()
+        assert self.pipe.poll(60)
+        self.description, self.payloads = self.pipe.recv()
+
+    def signal(self, what: signal.Signals) -> None:
+        os.kill(self.process.pid, what)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join(10)
+
+
+@pytest.fixture(scope="module")
+def forks():
+    FORKS.set_forkserver_preload(["weightsync.engines.mooncake", "tests.engine_processes"])
+    yield
+    stop_forkserver()
+
+
+@pytest.fixture
+def sender(forks):
+    sender = Sender()
+    yield sender
+    sender.end()
+
+
+@pytest.fixture
+def receiver():
+    with allocated() as (transport, _):
+        yield transport
+
+
+# Two processes, the real engine.
+
+
+@real
+@pytest.mark.mooncake
+@pytest.mark.slow
+def test_buckets_of_another_process_arrive_and_are_forwarded_from_where_they_are(sender, receiver):
+    receiver.connect(place((POLICY, sender.description)))
+    receiver.open(sending=True, timeout_s=1.0, check=silent)
+    for seed in (1, 0):
+        got = fetch(receiver, sender.payloads[seed], slot=seed)
+        assert torch.equal(got, noise(SIZE, seed))
+    part = fetch(receiver, sender.payloads[0], nbytes=1000)
+    assert torch.equal(part, noise(SIZE, 0)[:1000])
+    with allocated() as (last, _):
+        last.connect(place((SELF, receiver.describe())))
+        got = fetch(last, receiver.publish(1, SIZE), source=SELF)
+        assert torch.equal(got, noise(SIZE, 1))
+
+
+@real
+@pytest.mark.mooncake
+@pytest.mark.slow
+def test_a_killed_sender_is_an_error_that_names_it_and_its_successor_is_read(sender, receiver):
+    receiver.connect(place((POLICY, sender.description)))
+    fetch(receiver, sender.payloads[0])
+    sender.end()
+    started = time.monotonic()
+    with pytest.raises(TransportError, match="Mooncake") as caught:
+        fetch(receiver, sender.payloads[0])
+    assert time.monotonic() - started < 3
+    assert (caught.value.context.peer, caught.value.context.bucket) == ("policy rank 0", 7)
+
+    def lost() -> None:
+        raise PeerLostError("its process ended", peer="policy rank 0")
+
+    with pytest.raises(PeerLostError, match="its process ended"):
+        fetch(receiver, sender.payloads[0], check=lost)
+    receiver.shut()
+    receiver.disconnect()
+    successor = Sender()
+    try:
+        receiver.connect(place((POLICY, successor.description)))
+        receiver.open(sending=False, timeout_s=1.0, check=silent)
+        assert torch.equal(fetch(receiver, successor.payloads[1]), noise(SIZE, 1))
+    finally:
+        successor.end()
+
+
+@real
+@pytest.mark.mooncake
+@pytest.mark.slow
+def test_a_stopped_sender_holds_nobody_up_and_its_late_bytes_meet_no_later_refit(sender, receiver):
+    receiver.connect(place((POLICY, sender.description)))
+    sender.signal(signal.SIGSTOP)
+    started = time.monotonic()
+    with pytest.raises(DeadlineError, match=r"did not end within 0\.3 s") as caught:
+        fetch(receiver, sender.payloads[0], timeout_s=0.3)
+    assert time.monotonic() - started < 1.5
+    assert (caught.value.context.peer, caught.value.context.bucket) == ("policy rank 0", 7)
+    receiver.shut()
+    with pytest.raises(DeadlineError, match="earlier refit gave up"):
+        receiver.open(sending=False, timeout_s=0.2, check=silent)
+    sender.signal(signal.SIGCONT)
+    receiver.open(sending=False, timeout_s=5.0, check=silent)
+    assert not [thread for thread in threading.enumerate() if thread.name == THREAD]
+    assert torch.equal(fetch(receiver, sender.payloads[1]), noise(SIZE, 1))
+
+
+@real
+@pytest.mark.mooncake
+@pytest.mark.slow
+def test_buffers_are_freed_while_a_stopped_sender_owes_bytes(sender):
+    with allocated() as (receiver, _):
+        receiver.connect(place((POLICY, sender.description)))
+        sender.signal(signal.SIGSTOP)
+        with pytest.raises(DeadlineError):
+            fetch(receiver, sender.payloads[0], timeout_s=0.2)
+        name = receiver.describe()["session"]
+        started = time.monotonic()
+        receiver.release()
+        assert time.monotonic() - started < 2
+        receiver.allocate(SIZE)
+        assert receiver.describe()["session"] != name
+        sender.signal(signal.SIGCONT)
+        receiver.connect(place((POLICY, sender.description)))
+        receiver.open(sending=False, timeout_s=1.0, check=silent)
+        assert torch.equal(fetch(receiver, sender.payloads[1]), noise(SIZE, 1))
+    end = time.monotonic() + 10
+    while any(thread.name == THREAD for thread in threading.enumerate()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@real
+@pytest.mark.mooncake
+def test_two_senders_are_told_apart():
+    with allocated() as (one, ones), allocated() as (two, twos), allocated() as (receiver, _):
+        ones[0].fill_(1)
+        twos[1].fill_(2)
+        receiver.connect(place((POLICY, one.describe()), (OTHER, two.describe())))
+        receiver.open(sending=False, timeout_s=1.0, check=silent)
+        assert fetch(receiver, one.publish(0, SIZE)).eq(1).all()
+        assert fetch(receiver, two.publish(1, SIZE), source=OTHER, slot=1).eq(2).all()
+        more = two.extend().fill_(3)
+        assert more.numel() == SIZE
+        assert fetch(receiver, two.publish(2, SIZE), source=OTHER, slot=1).eq(3).all()
+        with pytest.raises(TransportError, match="failed to read"):
+            fetch(receiver, (64).to_bytes(8, "little"))
+
+
+@real
+@pytest.mark.mooncake
+def test_a_session_is_kept_for_the_next_engine_of_the_process():
+    with allocated() as (first, _):
+        name = first.describe()["session"]
+        first.release()
+        first.release()
+        assert first.allocate(SIZE)[0].numel() == SIZE
+        assert first.describe()["session"] == name
+        with allocated() as (second, _):
+            assert second.describe()["session"] != name
+    with allocated() as (_, _), allocated() as (_, _):
+        pass
+    with allocated() as (one, _), allocated() as (two, _):
+        assert name in {one.describe()["session"], two.describe()["session"]}
+
+
+@real
+@pytest.mark.mooncake
+@pytest.mark.parametrize("device_name", ["", "mlx5_9"])
+def test_rdma_without_a_device_is_refused(device_name):
+    if os.path.isdir("/sys/class/infiniband") and os.listdir("/sys/class/infiniband") and not device_name:
+        pytest.skip("there is an RDMA device here")
+    with pytest.raises(ConfigurationError, match=f"protocol: rdma needs an RDMA device.*{device_name}.*tcp"):
+        make_transport(protocol="rdma", device_name=device_name).allocate(SIZE)
+
+
+@real
+@pytest.mark.mooncake
+def test_this_build_does_not_move_gpu_memory():
+    if import_mooncake().SUPPORT_CUDA:
+        pytest.skip("this build of Mooncake does")
+    transport = MooncakeTransport(torch.device("cuda", 0), **SETTINGS)
+    with pytest.raises(ConfigurationError, match="install mooncake-transfer-engine in place of"):
+        transport.allocate(SIZE)
+    transport.close()
+
+
+# One process, a played engine.
+
+
+class PlayedEngine:
+    """Counts what is registered; reads end as they are told to."""
+
+    def __init__(self) -> None:
+        self.registered: list[int] = []
+        self.calls = 0
+        self.refuse_after = 99
+        self.batch, self.statuses = 5, [1]
+        self.code = 0
+        self.environment: dict[str, str] = {}
+
+    def initialize(self, *_: str) -> int:
+        self.environment = dict(os.environ)
+        return self.code
+
+    def get_rpc_port(self) -> int:
+        return 15001
+
+    def get_local_topology(self, _: str) -> str:
+        return '{"cpu:0": [["mlx5_0"], []]}'
+
+    def register_memory(self, address: int, nbytes: int) -> int:
+        self.calls += 1
+        if self.calls > self.refuse_after:
+            return -7
+        self.registered.append(address)
+        return 0
+
+    def unregister_memory(self, address: int) -> int:
+        self.registered.remove(address)
+        return 0
+
+    def batch_transfer_async_read(self, session: str, *_: list[int]) -> int:
+        return self.batch
+
+    def transfer_check_status(self, batch: int) -> int:
+        assert batch == self.batch
+        return self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
+
+
+@pytest.fixture
+def played(monkeypatch) -> PlayedEngine:
+    engine = PlayedEngine()
+    api = SimpleNamespace(TransferEngine=lambda: engine, SUPPORT_CUDA=False)
+    monkeypatch.setattr(mooncake_session, "import_mooncake", lambda *_: api)
+    monkeypatch.setattr(mooncake_session, "_POOL", mooncake_session.Pool())
+    return engine
+
+
+def test_a_refused_registration_leaves_nothing_registered(played):
+    played.refuse_after = 1
+    with pytest.raises(TransportError, match=r"refused to register 3145728 bytes on cpu \(-7\)"), allocated():
+        pass
+    assert (played.calls, played.registered) == (2, [])
+
+
+@pytest.mark.parametrize(
+    ("batch", "statuses", "reason"),
+    [(0, [1], "could not reach host:1"), (5, [0, -2, 0, -1], "failed to read 3145728 bytes from host:1")],
+)
+def test_failed_reads_are_errors_and_leave_nothing_registered(played, batch, statuses, reason):
+    played.batch, played.statuses = batch, statuses
+    with pytest.raises(TransportError, match=reason), allocated() as (transport, _):
+        transport.connect(place((POLICY, {"session": "host:1", "protocol": "tcp"})))
+        fetch(transport, bytes(8))
+    assert played.registered == []
+
+
+def test_a_read_that_goes_on_keeps_its_buffer_but_not_its_registration(played):
+    played.statuses = [0]
+    with allocated() as (transport, buffers):
+        transport.connect(place((POLICY, {"session": "host:1", "protocol": "tcp"})))
+        with pytest.raises(DeadlineError):
+            fetch(transport, bytes(8), timeout_s=0.05)
+        address = buffers[0].data_ptr()
+        del buffers
+    assert played.registered == []
+    gc.collect()
+    (reader,) = [thread for thread in threading.enumerate() if thread.name == THREAD]
+    assert reader._target.data_ptr() == address
+    played.statuses = [1]
+    reader.join(5)
+    assert not reader.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("protocol", "forced", "fresh"), [("tcp", "1", "1"), ("rdma", None, None)], ids=["tcp", "rdma"]
+)
+def test_variables_are_set_for_mooncake_alone(played, monkeypatch, protocol, forced, fresh):
+    for name in ("MC_FORCE_TCP", "MC_DISABLE_METACACHE", "MC_USE_IPV6"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MC_LOG_LEVEL", "INFO")
+    before = dict(os.environ)
+    session = MooncakeSession("::1" if protocol == "rdma" else "host", protocol, "")
+    assert session.name == ("[::1]:15001" if protocol == "rdma" else "host:15001")
+    assert dict(os.environ) == before
+    seen = played.environment
+    assert (seen.get("MC_FORCE_TCP"), seen.get("MC_DISABLE_METACACHE")) == (forced, fresh)
+    assert (seen["MC_LOG_LEVEL"], seen.get("MC_USE_IPV6")) == ("INFO", "1" if protocol == "rdma" else None)
+
+
+def test_rdma_and_forced_tcp_contradict_each_other(played, monkeypatch):
+    monkeypatch.setenv("MC_FORCE_TCP", "1")
+    with pytest.raises(ConfigurationError, match="MC_FORCE_TCP is set"):
+        MooncakeSession("host", "rdma", "")
+
+
+def test_an_engine_that_does_not_start_is_a_configuration_error(played):
+    played.code = -1
+    with pytest.raises(
+        ConfigurationError, match=r"could not start with protocol tcp on 127.0.0.1 \(code -1\)"
+    ):
+        make_transport().allocate(SIZE)
+
+
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ("libibverbs.so.1: cannot open shared object file", "apt-get install libibverbs1"),
+        ("No module named 'mooncake'", r"pip install 'weightsync\[mooncake\]'"),
+    ],
+)
+def test_what_is_missing_is_named(monkeypatch, text, fix):
+    class Absent:
+        def __getattr__(self, name: str):
+            raise ImportError(text)
+
+    monkeypatch.setitem(sys.modules, "mooncake", Absent())
+    with pytest.raises(MissingDependencyError, match=f"{fix}.*{text}"):
+        import_mooncake()
+
+
+@pytest.mark.parametrize(
+    ("description", "problem"),
+    [
+        (
+            {"session": "host:1", "protocol": "rdma"},
+            "policy rank 0 uses Mooncake with protocol rdma, this worker",
+        ),
+        ({"session": "host", "protocol": "tcp"}, "metadata of policy rank 0 are damaged: session 'host'"),
+        ({"protocol": "tcp"}, "metadata of policy rank 0 are damaged: session None"),
+    ],
+)
+def test_a_peer_that_cannot_be_read_is_refused(played, description, problem):
+    with allocated() as (transport, _), pytest.raises(ConfigurationError, match=problem):
+        transport.connect(place((POLICY, description)))
+
+
+def test_calls_out_of_order_and_damaged_addresses(played):
+    with pytest.raises(LifecycleError, match="no buffers"):
+        make_transport().describe()
+    with allocated() as (transport, _):
+        with pytest.raises(LifecycleError, match="does not know policy rank 0"):
+            fetch(transport, bytes(8))
+        transport.connect(place((POLICY, {"session": "host:1", "protocol": "tcp"})))
+        with pytest.raises(ProtocolError, match="did not tell a buffer's address"):
+            fetch(transport, b"")
+        transport.disconnect()
+        with pytest.raises(LifecycleError, match="does not know"):
+            fetch(transport, bytes(8))
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"protocol": "udp"}, "protocol must be 'tcp' or 'rdma', got 'udp'"),
+        ({"device_name": "mlx5_0"}, "device_name names RDMA devices"),
+        ({"device": "npu"}, "device must be"),
+    ],
+)
+def test_settings_that_are_refused(settings, problem):
+    with pytest.raises(ConfigurationError, match=problem):
+        MooncakeCheckpointEngine(MIB, **{"device": "cpu", **settings})

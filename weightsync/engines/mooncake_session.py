@@ -1,0 +1,228 @@
+"""The seam to the Mooncake package: a TransferEngine, its memory, its reads. Nothing else imports it.
+
+Mooncake names an engine by the address of its handshake port, its session. Two of its calls do not suit a
+refit and are kept away from it here: the first word to a peer that is stopped waits for a minute, and
+engines take a second to end, with Python's lock held. So reads are started in threads of their own, and
+engines are kept for the next user in their process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from weightsync.control.addresses import bracketed, is_ipv6
+from weightsync.engines.buffers import bind_thread
+from weightsync.engines.pool import Pool
+from weightsync.errors import ConfigurationError, DeadlineError, MissingDependencyError, TransportError
+
+PROTOCOLS = ("tcp", "rdma")
+
+_NO_SERVER = "P2PHANDSHAKE"
+_PENDING, _DONE = (0, -2), 1
+"""Of `transfer_check_status`: -2 is a time-out that Mooncake only remarks on."""
+_CHECK_S = 0.02
+_MIN_POLL_S, _MAX_POLL_S = 0.0002, 0.02
+_environment_lock = threading.Lock()
+
+
+def import_mooncake(host: str = "127.0.0.1", protocol: str = "tcp") -> Any:
+    """Return the module with Mooncake's TransferEngine; arguments as for `MooncakeSession`.
+
+    Raises:
+        MissingDependencyError: Mooncake is not installed, or one of its libraries cannot be loaded.
+    """
+    try:
+        with _environment(_variables(host, protocol)):
+            from mooncake import engine
+    except ImportError as error:
+        system = "install Debian's libibverbs1 (apt-get install libibverbs1)"
+        fix = system if "libibverbs" in str(error) else "pip install 'weightsync[mooncake]'"
+        raise MissingDependencyError(
+            f"refit_transport mooncake needs the Mooncake transfer engine: {fix} ({error})"
+        ) from error
+    return engine
+
+
+class MooncakeSession:
+    """One TransferEngine with the memory that peers may read from it.
+
+    Args:
+        host: address of this host, as peers reach it. Mooncake listens on every interface.
+        protocol: one of `PROTOCOLS`.
+        device_name: RDMA devices to use, names with commas between them; empty: all.
+    """
+
+    def __init__(self, host: str, protocol: str, device_name: str) -> None:
+        api = import_mooncake(host, protocol)
+        with _environment(_variables(host, protocol)):
+            if protocol == "rdma":
+                _require_rdma(api, device_name)
+            self._engine = api.TransferEngine()
+            code = self._engine.initialize(host, _NO_SERVER, protocol, device_name)
+        if code != 0:
+            raise ConfigurationError(
+                f"Mooncake could not start with protocol {protocol} on {host} (code {code}); "
+                f"it says why on stderr"
+            )
+        self.name = f"{bracketed(host)}:{self._engine.get_rpc_port()}"
+        """By which peers reach it."""
+        self.on_gpu = bool(getattr(api, "SUPPORT_CUDA", True) or getattr(api, "SUPPORT_HIP", False))
+        """Whether this build of Mooncake moves GPU memory."""
+        self._given_up: list[_Read] = []
+
+    def register(self, buffer: torch.Tensor) -> None:
+        """Let peers read a contiguous buffer.
+
+        Raises:
+            TransportError: Mooncake refuses.
+        """
+        nbytes = buffer.numel() * buffer.element_size()
+        code = self._engine.register_memory(buffer.data_ptr(), nbytes)
+        if code != 0:
+            raise TransportError(f"Mooncake refused to register {nbytes} bytes on {buffer.device} ({code})")
+
+    def unregister(self, buffer: torch.Tensor) -> None:
+        """Undo `register`."""
+        code = self._engine.unregister_memory(buffer.data_ptr())
+        if code != 0:
+            raise TransportError(f"Mooncake did not give a buffer on {buffer.device} back ({code})")
+
+    def read(
+        self, session: str, address: int, target: torch.Tensor, *, timeout_s: float, check: Callable[[], None]
+    ) -> str | None:
+        """Fill a local buffer from a peer's memory; returns when all is here, or else why Mooncake failed.
+
+        A read that is given up goes on in the background; `settle` waits for its end.
+
+        Args:
+            session: the peer's `name`.
+            address: of the first byte, in the peer's process.
+            target: contiguous, registered.
+            timeout_s: seconds after which the read is given up.
+            check: called while waiting; raises to give up early.
+
+        Raises:
+            DeadlineError: it did not end in time.
+        """
+        read = _Read(self._engine, session, address, target)
+        read.start()
+        try:
+            _await(read, timeout_s, check, f"a read of {target.numel()} bytes from {session} did not end")
+        except BaseException:
+            self._given_up.append(read)
+            raise
+        return read.failure
+
+    def settle(self, *, timeout_s: float, check: Callable[[], None]) -> None:
+        """Wait until no read that was given up can write into its buffer any more.
+
+        Raises:
+            DeadlineError: one goes on.
+        """
+        deadline = time.monotonic() + timeout_s
+        while self._given_up:
+            left_s = max(0.0, deadline - time.monotonic())
+            _await(self._given_up[0], left_s, check, "a read that an earlier refit gave up goes on")
+            del self._given_up[0]
+
+
+class _Read(threading.Thread):
+    """One read, from its start to its end. Keeps engine and buffer alive for as long as it takes."""
+
+    def __init__(self, engine: Any, session: str, address: int, target: torch.Tensor) -> None:
+        super().__init__(name="weightsync-mooncake-read", daemon=True)
+        self._engine = engine
+        self._session = session
+        self._address = address
+        self._target = target
+        self.ended = threading.Event()
+        self.failure: str | None = None
+        """Why it failed, once it has."""
+
+    def run(self) -> None:
+        """Read. Whatever happens is told in `failure`."""
+        try:
+            bind_thread(self._target.device)
+            self.failure = self._read()
+        except Exception as error:  # noqa: BLE001 - told to the one who waits
+            self.failure = f"Mooncake raised {error!r}"
+        finally:
+            self.ended.set()
+
+    def _read(self) -> str | None:
+        size = self._target.numel() * self._target.element_size()
+        batch = self._engine.batch_transfer_async_read(
+            self._session, [self._target.data_ptr()], [self._address], [size]
+        )
+        if batch == 0:
+            return f"Mooncake could not reach {self._session}"
+        started = time.monotonic()
+        while (status := self._engine.transfer_check_status(batch)) in _PENDING:
+            # Often at first, so that a short read is not held up; rarely in a long one.
+            time.sleep(min(max((time.monotonic() - started) / 50, _MIN_POLL_S), _MAX_POLL_S))
+        return None if status == _DONE else f"Mooncake failed to read {size} bytes from {self._session}"
+
+
+def _await(read: _Read, timeout_s: float, check: Callable[[], None], overdue: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not read.ended.wait(_CHECK_S):
+        if time.monotonic() > deadline:
+            raise DeadlineError(f"{overdue} within {timeout_s:g} s")
+        check()
+
+
+def _variables(host: str, protocol: str) -> dict[str, str]:
+    """Return what Mooncake takes from the environment alone, most of it when it is imported, once for all."""
+    variables = {"MC_LOG_LEVEL": "ERROR"}
+    if is_ipv6(host):
+        variables["MC_USE_IPV6"] = "1"
+    if protocol == "tcp":
+        # Otherwise it takes RDMA wherever there is a device, whatever protocol was named. And a new process
+        # at an old one's port would be looked for where the old one was.
+        variables |= {"MC_FORCE_TCP": "1", "MC_DISABLE_METACACHE": "1"}
+    return variables
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables, but those that are set already, for a while."""
+    with _environment_lock:
+        added = [name for name in variables if name not in os.environ]
+        os.environ.update({name: variables[name] for name in added})
+        try:
+            yield
+        finally:
+            for name in added:
+                del os.environ[name]
+
+
+def _require_rdma(api: Any, device_name: str) -> None:
+    # Without a device Mooncake would silently take TCP.
+    if "MC_FORCE_TCP" in os.environ:
+        raise ConfigurationError("protocol: rdma, and MC_FORCE_TCP is set: unset it, or write protocol: tcp")
+    devices = json.loads(api.TransferEngine().get_local_topology(device_name) or "{}")
+    if not any(names for kinds in devices.values() for names in kinds):
+        named = f"an RDMA device named {device_name}" if device_name else "an RDMA device"
+        raise ConfigurationError(f"protocol: rdma needs {named}, and there is none: write protocol: tcp")
+
+
+_POOL: Pool[MooncakeSession] = Pool()
+
+
+def borrow_session(host: str, protocol: str, device_name: str) -> MooncakeSession:
+    """Take an idle session of this process, or make one."""
+    key = (host, protocol, device_name)
+    return _POOL.take(key, lambda: MooncakeSession(host, protocol, device_name))
+
+
+def return_session(session: MooncakeSession, host: str, protocol: str, device_name: str) -> None:
+    """Give a session without memory and reads back for the next engine of this process."""
+    _POOL.give((host, protocol, device_name), session)
