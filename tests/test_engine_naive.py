@@ -15,6 +15,7 @@ import torch
 
 from tests.engine_crew import Crew as NixlCrew
 from tests.engine_crew import assert_same, collect, plain, run, some_weights, stream_of
+from weightsync.config import load_refit_config
 from weightsync.engines.naive import NaiveCheckpointEngine
 from weightsync.engines.registry import create_checkpoint_engine
 from weightsync.errors import (
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.timeout(60)
 
 MIB = 1 << 20
 FAST = {"bind_host": "127.0.0.1", "connect_s": 5.0, "stall_s": 5.0, "silence_s": 4.0}
-BACKEND = "weightsync.engines.naive:NaiveCheckpointEngine"
+FAST_SCOPE = {"bind_host": "127.0.0.1", "device": "cpu"}
 
 
 class Crew(NixlCrew):
@@ -319,11 +320,14 @@ def test_wrong_metadata(change, text):
 
 
 def test_it_takes_the_common_settings_and_no_others():
-    common = {"verify": "off", "poison_released": True, "device": "cpu", "total_s": 9.0}
-    engine = create_checkpoint_engine(BACKEND, bucket_size_bytes=5, engine_kwargs={**FAST, **common})
-    engine.close()
-    with pytest.raises(ConfigurationError, match="does not take 'chunk'"):
-        create_checkpoint_engine(BACKEND, bucket_size_bytes=5, engine_kwargs={"chunk": 1})
+    generation = {"colocated": {"enabled": True}, "refit_transport": None, "refit_cfg": {"naive": FAST_SCOPE}}
+    config = load_refit_config({"policy": {"generation": generation}})
+    assert (config.transport, config.colocated) == ("naive", True)
+    kwargs = config.engine_kwargs()
+    create_checkpoint_engine(config.transport, bucket_size_bytes=5, engine_kwargs=kwargs).close()
+    for wrong in ({"chunk": 1}, {"topology": "ring"}):
+        with pytest.raises(ConfigurationError, match=str(next(iter(wrong)))):
+            create_checkpoint_engine("naive", bucket_size_bytes=5, engine_kwargs=wrong)
     assert set(NaiveCheckpointEngine.lacks) == {"processes", "hosts"}
 
 

@@ -15,9 +15,9 @@ from types import SimpleNamespace
 import pytest
 
 from weightsync.config import RefitLifecycle, load_refit_config
-from weightsync.errors import ConfigurationError, DeadlineError, WorkerFencedError
+from weightsync.errors import ConfigurationError, DeadlineError, LifecycleError, WorkerFencedError
 from weightsync.outcomes import Outcome
-from weightsync.rollout.vllm import async_host, host
+from weightsync.rollout.vllm import async_host, host, memory
 from weightsync.rollout.vllm.arguments import DEFAULT_TOTAL_S
 from weightsync.rollout.vllm.async_host import AsyncVllmEngineHost
 from weightsync.rollout.vllm.host import VllmEngineHost
@@ -45,6 +45,7 @@ class FakeEngineState:
         self.calls = []
         self.paused = False
         self.kv_present = True
+        self.weights_present = True
         self.fails = {}
 
     def note(self, call):
@@ -63,8 +64,10 @@ class FakeEngineState:
     def wake(self, tags):
         self.note(f"wake_up {','.join(tags)}")
         self.kv_present = self.kv_present or "kv_cache" in tags
-        self.paused = self.paused and not self.kv_present
-        return self.kv_present
+        self.weights_present = self.weights_present or "weights" in tags
+        awake = self.kv_present and self.weights_present
+        self.paused = self.paused and not awake
+        return awake
 
     def answer(self, method):
         self.note(method)
@@ -76,7 +79,9 @@ class FakeLLM(FakeEngineState):
 
     def __init__(self):
         super().__init__()
-        self.llm_engine = SimpleNamespace(vllm_config=self.vllm_config, model_executor=object())
+        self.llm_engine = SimpleNamespace(
+            vllm_config=self.vllm_config, model_executor=object(), is_sleeping=self.is_sleeping
+        )
         self.during = {}
         self.inside = threading.Lock()
 
@@ -89,7 +94,7 @@ class FakeLLM(FakeEngineState):
         with self.alone():
             self.during.get("generate", bool)()
             self.note("generate")
-            if self.paused or not self.kv_present:
+            if self.is_sleeping():
                 raise AssertionError("a real engine would hang here")
             return ["text"]
 
@@ -98,6 +103,11 @@ class FakeLLM(FakeEngineState):
             raise ValueError("'wait' mode can't be used in inproc-engine mode")
         self.note(f"sleep {level} {mode}")
         self.paused = True
+        if level:
+            self.kv_present = self.weights_present = False
+
+    def is_sleeping(self):
+        return self.paused or not (self.kv_present and self.weights_present)
 
     def release_kv_cache_memory(self):
         self.discard()
@@ -175,7 +185,7 @@ class FakeAsyncLLM(FakeEngineState):
 
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch):
-    for module in (host, async_host):
+    for module in (host, async_host, memory):
         monkeypatch.setattr(module, "is_cpu_platform", lambda: False)
 
 
@@ -270,6 +280,81 @@ def test_a_resume_that_overtakes_a_release_wakes_the_kv_cache(engine):
 
     asyncio.run(run())
     assert (engine.paused, engine.kv_present) == (False, True)
+
+
+# An engine that sleeps.
+
+
+def test_an_engine_that_sleeps_is_woken_in_the_order_of_a_colocated_refit(llm):
+    engine_host = VllmEngineHost(llm=llm)
+    assert engine_host.sleep()
+    with pytest.raises(LifecycleError, match="sleeps: refit it, or call wake_up"):
+        engine_host.generate([1])
+    control(engine_host, "pause", "resume_weights", "release_kv_cache")
+    assert (llm.weights_present, llm.kv_present) == (True, False)
+    with pytest.raises(LifecycleError, match="paused"):
+        engine_host.sleep()
+    control(engine_host, "resume_kv_cache")
+    assert (llm.weights_present, llm.kv_present) == (True, True)
+    with pytest.raises(LifecycleError, match="paused"):
+        engine_host.generate([1])
+    control(engine_host, "resume")
+    assert engine_host.generate([1]) == ["text"]
+    wakes = ["wake_up weights", "wake_up kv_cache", "wake_up scheduling"]
+    assert llm.calls == ["sleep 1 abort", *wakes, "generate"]
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["through the host", "behind its back"])
+def test_any_refit_wakes_the_weights_and_any_resume_all(llm, own):
+    engine_host = VllmEngineHost(llm=llm)
+    assert (engine_host if own else llm).sleep(level=1) is (True if own else None)
+    control(engine_host, "pause", "release_kv_cache")
+    assert (llm.weights_present, llm.kv_present) == (True, False)
+    control(engine_host, "resume")
+    assert engine_host.generate([1]) == ["text"]
+    engine_host.sleep()
+    engine_host.wake_up()
+    assert engine_host.generate([1]) == ["text"]
+
+
+def test_weights_that_cannot_be_woken_are_tried_again_at_the_resume(llm):
+    engine_host = VllmEngineHost(llm=llm)
+    engine_host.sleep()
+    for _ in range(2):
+        llm.fails["wake_up weights"] = RuntimeError("out of memory")
+        control(engine_host, "pause")
+        assert error(engine_host.refit_control("resume_weights")).message == "out of memory"
+        assert not llm.weights_present
+    llm.fails["wake_up weights"] = RuntimeError("still out of memory")
+    assert error(engine_host.refit_control("resume")).message == "still out of memory"
+    control(engine_host, "resume")
+    assert engine_host.generate([1]) == ["text"]
+
+
+def test_weights_given_up_to_sleep_are_served_only_after_a_refit(llm):
+    engine_host = VllmEngineHost(llm=llm)
+    llm.status = FENCED
+    assert engine_host.sleep(level=2)
+    assert llm.calls == ["discard_weights", "refit_status", "sleep 2 abort"]
+    engine_host.wake_up()
+    with pytest.raises(WorkerFencedError):
+        engine_host.generate([1])
+    with pytest.raises(ConfigurationError, match="level must be 1 or 2"):
+        engine_host.sleep(level=0)
+
+
+@pytest.mark.parametrize("why", ["on a CPU", "without enable_sleep_mode"])
+def test_an_engine_that_cannot_sleep_stays_awake_and_says_so(llm, why, monkeypatch, caplog):
+    engine_host = VllmEngineHost(llm=llm)
+    if why == "on a CPU":
+        monkeypatch.setattr(memory, "is_cpu_platform", lambda: True)
+    else:
+        llm.vllm_config.model_config.enable_sleep_mode = False
+    assert engine_host.sleep(level=2) is False
+    assert "the engine stays awake" in caplog.text
+    assert why in caplog.text
+    assert llm.calls == []
+    assert engine_host.generate([1]) == ["text"]
 
 
 # Updates and pauses that the driver gave up.

@@ -13,16 +13,17 @@ from typing import Any
 
 from weightsync.cluster.base import (
     Answers,
+    ColocatedGroup,
     Failure,
     Listener,
     PendingCall,
-    RankId,
     RolloutGroup,
     WorkerGroup,
     driver_failure,
     gather,
 )
 from weightsync.errors import ErrorRecord, ProtocolError
+from weightsync.topology import RankId
 
 _SETTLE_S = 1.0
 
@@ -146,6 +147,18 @@ class Crew:
                 self.lost.update({RankId(call.side, rank): error for rank, error in died.items() if error})
             self._forget_ended()
         return self.busy()
+
+    @property
+    def colocated(self) -> bool:
+        """Whether engine hosts live in the policy workers."""
+        return isinstance(self.rollout, ColocatedGroup)
+
+    def transfer(self) -> tuple[PendingCall, PendingCall]:
+        """Start receiving and sending on all workers, at once."""
+        if isinstance(self.rollout, ColocatedGroup):
+            return self.rollout.transfer()
+        receiving = self.rollout.submit("update_weights_from_checkpoint_engine")
+        return receiving, self.policy.submit("send_weights_via_checkpoint_engine")
 
     def host_of(self, rank: int) -> int:
         """Return the first rank of the engine host that a rollout rank belongs to."""

@@ -4,6 +4,9 @@ pause -> release the KV cache -> open the refit everywhere -> send and receive a
 reset caches -> publish the version -> resume. Whatever fails, the rollout ranks that were written to and
 not committed are fenced, caches are reset once, and requests resume; but not on a host whose caches could
 not be reset: it stays paused until a later refit has reset them.
+
+Where the engines live in the policy workers, memory changes hands on the way: the engine's weights come back
+before the transfer; after the commit the policy goes, and then the KV cache comes back.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from weightsync.failures import Serving, list_ranks, refit_error
 from weightsync.report import RankFigures, RefitReport
 from weightsync.topology import RankId
 
-_MAX_CLEANUP_STEPS = 6  # fence, status, reset, finalize, resume, and status once more
+_MAX_CLEANUP_STEPS = 7  # fence, status, reset, offload, finalize, resume, and status once more
 _LEAST_STEP_S = 0.25
 
 
@@ -66,7 +69,7 @@ class Refit:
         self._deadline = Deadline(settings.total_s - self._cleanup_s)
         self._seconds: dict[str, float] = {}
         self._figures: dict[str, tuple[RankFigures, ...]] = {}
-        self._paused = self._committed = self._reset = False
+        self._paused = self._committed = self._reset = self._offloaded = False
         self._stale_before = frozenset(crew.stale)
         self._afterwards: list[Failure] = []
         self._notes: list[str] = []
@@ -108,6 +111,8 @@ class Refit:
         settings = self._settings
         pause_s = math.inf if settings.in_flight == "wait" else settings.stall_s
         self._control("pause", "pause", {"in_flight": settings.in_flight}, limit_s=pause_s)
+        if crew.colocated:
+            self._control("wake", "resume_weights", limit_s=settings.stall_s)
         self._control("release", "release_kv_cache", limit_s=settings.stall_s)
         opening = crew.on_both("open_refit", {"epoch": self._plan.epoch, "version": version})
         self._require("open", *opening, limit_s=settings.connect_s + settings.silence_s)
@@ -115,6 +120,10 @@ class Refit:
         self.began = True
         self._transfer()
         self._commit(version)
+        if crew.colocated:
+            self._offloaded = True
+            self._require("offload", crew.policy.submit("offload_policy"), limit_s=settings.stall_s)
+            self._control("wake_cache", "resume_kv_cache", limit_s=settings.stall_s)
         with self._timed("reset"):
             _fail_for(self._reset_caches(self._deadline.left_s()), "reset")
         self._publish()
@@ -123,9 +132,7 @@ class Refit:
             self._require("finalize", *crew.on_both("finalize_checkpoint_engine"))
 
     def _transfer(self) -> None:
-        receiving = self._crew.rollout.submit("update_weights_from_checkpoint_engine")
-        sending = self._crew.policy.submit("send_weights_via_checkpoint_engine")
-        answers = self._require("transfer", receiving, sending, patience_s=self._settings.connect_s)
+        answers = self._require("transfer", *self._crew.transfer(), patience_s=self._settings.connect_s)
         for group in (self._crew.policy, self._crew.rollout):
             require_complete(answers, group, "transfer")
         with _as_step_error("transfer"):
@@ -204,6 +211,9 @@ class Refit:
             crew.stale.intersection_update(wrote | self._stale_before)
             if wrote:
                 self._afterwards.extend(self._reset_caches(self._cleanup_left_s()))
+        if crew.colocated and self.began and not self._offloaded:
+            # The KV cache that comes back with the resume needs the room, whatever has failed.
+            self._clean_up("offload", crew.policy.submit("offload_policy"))
         if self._plan.release and self.began:
             self._clean_up("finalize", *crew.on_both("finalize_checkpoint_engine"))
 

@@ -42,7 +42,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from weightsync.errors import DeadlineError, ErrorContext, ErrorRecord, PeerLostError, WeightSyncError
 from weightsync.outcomes import Outcome
@@ -124,6 +124,18 @@ class RolloutGroup(WorkerGroup, Protocol):
             only: the hosts to call, by their first rank; by default all. Given for ``resume`` alone, when
                 some hosts must stay paused.
         """
+
+
+@runtime_checkable
+class ColocatedGroup(Protocol):
+    """A rollout group whose engine hosts live in the policy workers: one call has to run both halves.
+
+    Such a worker runs one call at a time, so that a call to send and another to receive would wait for each
+    other.
+    """
+
+    def transfer(self) -> tuple[PendingCall, PendingCall]:
+        """Start sending and receiving on every worker; returns the rollout side's call and the policy's."""
 
 
 def lost_outcome(side: str, rank: int, message: str) -> Outcome:

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from weightsync.cluster.colocated import COLOCATED_METHODS, ColocatedPolicyGroup, ColocatedRolloutGroup
 from weightsync.cluster.units import AnswerSource, HostGroup, RawAnswer, Request, UnitGroup
 from weightsync.errors import ConfigurationError, ErrorRecord
 
@@ -52,6 +53,20 @@ class LocalRolloutGroup(HostGroup):
     def close(self) -> None:
         """End the threads once their calls are done; also happens when the group is dropped."""
         self._local.close()
+
+
+def local_colocated_groups(
+    workers: Sequence[Any], *, startup_s: float = 60.0
+) -> tuple[ColocatedPolicyGroup, ColocatedRolloutGroup]:
+    """Return both groups of workers of this process that hold a policy rank and an inference engine each.
+
+    Args:
+        workers: objects with the methods of `ColocatedWorkerMixin`, in rank order.
+        startup_s: seconds for all engines to describe themselves.
+    """
+    _require_methods(workers, *COLOCATED_METHODS)
+    local = _LocalCaller(len(workers))
+    return ColocatedPolicyGroup(workers, local), ColocatedRolloutGroup(workers, local, startup_s)
 
 
 def _require_methods(workers: Sequence[Any], *names: str) -> None:

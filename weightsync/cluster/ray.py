@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from weightsync.cluster.colocated import COLOCATED_METHODS, ColocatedPolicyGroup, ColocatedRolloutGroup
 from weightsync.cluster.units import AnswerSource, HostGroup, RawAnswer, Request, UnitGroup
 from weightsync.errors import (
     ConfigurationError,
@@ -70,6 +71,26 @@ class RayRolloutGroup(HostGroup):
         _require_methods(hosts, ["checkpoint_engine_rpc_async", "checkpoint_engine_rpc"])
         _require_methods(hosts, ["refit_control"])
         super().__init__(hosts, caller, startup_s)
+
+
+def ray_colocated_groups(
+    actors: Sequence[Any], *, startup_s: float = 600.0
+) -> tuple[ColocatedPolicyGroup, ColocatedRolloutGroup]:
+    """Return both groups of actors that hold a policy rank and an inference engine each.
+
+    Args:
+        actors: handles of actors with the methods of `ColocatedWorkerMixin`, in rank order.
+        startup_s: seconds in which all engines must have started and answered.
+
+    Raises:
+        MissingDependencyError: Ray is not installed.
+        ConfigurationError: an actor does not have the methods.
+        WeightSyncError: an actor died, or did not answer in time; says which.
+    """
+    caller = _RayCaller(_ray())
+    for method in COLOCATED_METHODS:
+        _require_methods(actors, [method])
+    return ColocatedPolicyGroup(actors, caller), ColocatedRolloutGroup(actors, caller, startup_s)
 
 
 def _require_methods(actors: Sequence[Any], any_of: Sequence[str]) -> None:

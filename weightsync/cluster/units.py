@@ -165,6 +165,9 @@ class UnitGroup:
         caller: how to call them.
     """
 
+    rpc_entry = "checkpoint_engine_rpc"
+    """The worker's method that takes calls of the worker protocol."""
+
     def __init__(self, side: str, workers: Sequence[Any], caller: Caller) -> None:
         if not workers:
             raise ConfigurationError(f"a {side} group needs at least one worker")
@@ -184,10 +187,10 @@ class UnitGroup:
         *,
         each: Sequence[Mapping[str, Any]] | None = None,
     ) -> PendingCall:
-        """Start ``checkpoint_engine_rpc(method, kwargs)`` on every worker; see `WorkerGroup.submit`."""
+        """Start a method of the worker protocol on every worker; see `WorkerGroup.submit`."""
         if each is not None and len(each) != len(self._units):
             raise ConfigurationError(f"{len(each)} argument sets for {len(self._units)} {self.side} workers")
-        return self._start("checkpoint_engine_rpc", method, kwargs, each)
+        return self._start(self.rpc_entry, method, kwargs, each)
 
     def _start(
         self,

@@ -25,9 +25,10 @@ from weightsync.engines.stream import Weights, closing_stream
 from weightsync.engines.telling import tell_unmet
 from weightsync.engines.waiting import Budget, Waiter
 from weightsync.errors import ConfigurationError, IncompleteStreamError, LifecycleError, WeightSyncError
-from weightsync.topology import RankId
+from weightsync.topology import AUTO, RankId
 
 _CLOSE_S = 15.0
+_UNUSED = frozenset({"device", "fan_out", "verify", "poison_released", "release_after_refit"})
 
 
 class NaiveCheckpointEngine(CheckpointEngine):
@@ -41,9 +42,9 @@ class NaiveCheckpointEngine(CheckpointEngine):
         silence_s: seconds without a sign of life after which another policy rank counts as lost.
         bind_host: address at which policy ranks meet each other; default: the host's outgoing interface.
         advertise_host: address that they are told; default: ``bind_host``.
-        device: not used here, as are ``verify`` and ``poison_released``: no bytes move and no buffers exist.
-        verify: see ``device``.
-        poison_released: see ``device``.
+        topology: ``"pairs"``, which ``"auto"`` is, too.
+        unused: the other common settings (``device``, ``fan_out``, ``verify``, ``poison_released``,
+            ``release_after_refit``), which mean nothing here: no bytes move, and no buffers exist.
     """
 
     transport_name = "naive"
@@ -62,12 +63,17 @@ class NaiveCheckpointEngine(CheckpointEngine):
         silence_s: float = 15.0,
         bind_host: str | None = None,
         advertise_host: str | None = None,
-        device: str = "auto",
-        verify: str = "full",
-        poison_released: bool = False,
+        topology: str = "pairs",
+        **unused: Any,
     ) -> None:
         if bucket_size < 1:
             raise ConfigurationError(f"bucket_size must be at least 1 byte, got {bucket_size}")
+        if topology not in ("pairs", AUTO):
+            raise ConfigurationError(
+                f"topology {topology!r} needs a transport; within one process write 'pairs' or 'auto'"
+            )
+        if unknown := sorted(set(unused) - _UNUSED):
+            raise ConfigurationError(f"the colocated engine does not take {', '.join(map(repr, unknown))}")
         self.bucket_size = bucket_size
         self._deadlines = Deadlines(
             connect_s=connect_s, stall_s=stall_s, total_s=total_s, silence_s=silence_s

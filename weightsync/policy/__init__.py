@@ -1,5 +1,6 @@
 """The sending side: the policy worker's mixins and the weight sources."""
 
+from weightsync.policy.colocated import ColocatedWorkerMixin
 from weightsync.policy.dtypes import DtypePolicy
 from weightsync.policy.fsdp import fsdp_weights
 from weightsync.policy.module import module_weights
@@ -12,6 +13,7 @@ from weightsync.policy.worker import (
 
 __all__ = [
     "AsyncPolicyCheckpointEngineMixin",
+    "ColocatedWorkerMixin",
     "DtypePolicy",
     "PolicyCheckpointEngineMixin",
     "fsdp_weights",

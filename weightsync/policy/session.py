@@ -14,6 +14,7 @@ from weightsync.engines.registry import create_checkpoint_engine
 from weightsync.errors import LifecycleError
 
 SEND = "send_weights_via_checkpoint_engine"
+OFFLOAD = "offload_policy"
 
 SESSION_METHODS = (
     "checkpoint_engine_total_memory_bytes",
@@ -28,7 +29,7 @@ SESSION_METHODS = (
 
 _SEND_ENDS_S = 15.0
 
-POLICY_METHODS = (*SESSION_METHODS[:5], SEND, *SESSION_METHODS[5:])
+POLICY_METHODS = (*SESSION_METHODS[:5], SEND, OFFLOAD, *SESSION_METHODS[5:])
 """Every method of the worker protocol that a policy worker answers."""
 
 

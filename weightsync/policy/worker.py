@@ -32,7 +32,7 @@ from weightsync.config import NixlRefitConfig, RefitConfig, load_refit_config
 from weightsync.errors import ConfigurationError, LifecycleError
 from weightsync.outcomes import run_for_outcome
 from weightsync.policy.figures import MeteredWeights
-from weightsync.policy.session import POLICY_METHODS, SEND, SESSION_METHODS, PolicySession
+from weightsync.policy.session import OFFLOAD, POLICY_METHODS, SEND, SESSION_METHODS, PolicySession
 from weightsync.tensors import WeightStream
 
 _SIDE = "policy"
@@ -56,6 +56,12 @@ class PolicyWeightHooks:
 
     def finish_weight_send(self) -> None:
         """Called after each send, also after a failed one, and also when preparing failed."""
+
+    def offload_policy(self) -> None:
+        """Called in a colocated refit once every rank has the new weights, before the KV cache comes back.
+
+        Also after a failed transfer. The place to free the accelerator's memory for generation.
+        """
 
 
 class PolicyCheckpointEngineMixin(PolicyWeightHooks):
@@ -157,9 +163,9 @@ def _call(worker: PolicyWeightHooks, method: str, kwargs: Mapping[str, Any] | No
 
 
 def _target(worker: PolicyWeightHooks, method: str) -> Callable[..., Any]:
-    if method == SEND:
-        send: Callable[..., Any] = getattr(worker, SEND)
-        return send
+    if method in (SEND, OFFLOAD):
+        own: Callable[..., Any] = getattr(worker, method)
+        return own
     if method not in SESSION_METHODS:
         raise ConfigurationError(
             f"a policy worker has no method {method!r}; known: {', '.join(POLICY_METHODS)}"

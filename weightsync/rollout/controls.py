@@ -10,6 +10,8 @@ from weightsync.errors import ConfigurationError
 CONTROL_ACTIONS = (
     "pause",
     "release_kv_cache",
+    "resume_weights",
+    "resume_kv_cache",
     "reset_caches",
     "publish_version",
     "resume",

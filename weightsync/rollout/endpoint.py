@@ -34,6 +34,7 @@ class RolloutEndpoint:
         self._opened: int | None = None
         self._engine_ready = False
         self._connected = False
+        self._discarded: str | None = None
 
     @property
     def rank(self) -> int:
@@ -79,6 +80,8 @@ class RolloutEndpoint:
         )
         if self._receiver is None:
             self._receiver = RefitReceiver(engine, loader, rank=self.rank)
+            if self._discarded is not None:
+                self._receiver.discard(self._discarded)
         self._receiver.engine = engine
         self._engine_ready, self._connected, self._opened = True, False, None
 
@@ -129,6 +132,12 @@ class RolloutEndpoint:
         if self._receiver is not None:
             self._receiver.fence(reason)
 
+    def discard_weights(self, reason: str) -> None:
+        """The inference engine has given its weights up: refuse to serve until a complete refit."""
+        self._discarded = reason
+        if self._receiver is not None:
+            self._receiver.discard(reason)
+
     def finalize_checkpoint_engine(self) -> None:
         """Release per-refit state of the engine."""
         if self._engine_ready:
@@ -147,7 +156,7 @@ class RolloutEndpoint:
     def refit_status(self) -> dict[str, Any]:
         """Return ``{"version", "dirty", "fenced"}``."""
         if self._receiver is None:
-            return {"version": None, "dirty": False, "fenced": None}
+            return {"version": None, "dirty": self._discarded is not None, "fenced": self._discarded}
         return self._receiver.status()
 
     def _require_opened(self) -> tuple[RefitReceiver, int]:
@@ -200,6 +209,7 @@ ROLLOUT_METHODS = (
     "update_weights_from_checkpoint_engine",
     "commit_refit",
     "fence_refit",
+    "discard_weights",
     "finalize_checkpoint_engine",
     "close_checkpoint_engine",
     "refit_status",

@@ -154,6 +154,12 @@ class ModuleRolloutWorker:
     def control_release_kv_cache(self) -> None:
         """Do nothing: a plain module has no cache."""
 
+    def control_resume_weights(self) -> None:
+        """Do nothing: a plain module does not sleep."""
+
+    def control_resume_kv_cache(self) -> None:
+        """Do nothing: a plain module has no cache."""
+
     def control_reset_caches(self) -> None:
         """Do nothing: a plain module has no cache."""
 

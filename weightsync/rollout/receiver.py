@@ -66,10 +66,21 @@ class ReceiveFigures:
 
 @dataclass(frozen=True)
 class Position:
-    """How far a refit has come: the phase, and the tensor at hand where one is known."""
+    """How far a refit has come: the phase, and the tensors that are being loaded."""
 
     phase: str
-    tensor: str | None = None
+    loading: tuple[str, ...] = ()
+
+    @property
+    def tensor(self) -> str | None:
+        """The tensor at hand, where it is only one."""
+        return self.loading[0] if len(self.loading) == 1 else None
+
+    @property
+    def failed(self) -> str:
+        """Say which tensors are not loaded if the refit fails here; empty where that is said otherwise."""
+        count = len(self.loading)
+        return f"{count} tensors failed to load: {list_names(self.loading)}" if count > 1 else ""
 
 
 class RefitReceiver:
@@ -201,6 +212,11 @@ class RefitReceiver:
         if self.dirty:
             self.fenced, self.version, self._loaded = reason, None, None
 
+    def discard(self, reason: str) -> None:
+        """The weights are gone: refuse to serve until a complete refit."""
+        self.dirty = True
+        self.fence(reason)
+
     async def _run(self) -> ReceiveFigures:
         figures, ledger = ReceiveFigures(), StreamLedger(self.loader.check_manifest)
         self.engine.manifest_check = ledger.announce
@@ -238,7 +254,7 @@ class RefitReceiver:
     def _load(self, batch: Batch, ledger: StreamLedger, figures: ReceiveFigures) -> None:
         self._position = Position("manifest")
         ledger.record(batch)
-        self._position = Position("load", batch[0][0] if len(batch) == 1 else None)
+        self._position = Position("load", tuple(name for name, _ in batch))
         self._begin_once()
         self.loader.load(batch)
         synchronize_device()
@@ -261,7 +277,8 @@ class RefitReceiver:
             self.loader.begin()
 
     def _give_up(self, error: BaseException) -> None:
-        place = {"side": "rollout", "rank": self.rank, **asdict(self._position)}
+        place = {"phase": self._position.phase, "tensor": self._position.tensor}
+        place = {"side": "rollout", "rank": self.rank, **place}
         self._failed = error, self._position
         if isinstance(error, WeightSyncError):
             error.with_context(**place)

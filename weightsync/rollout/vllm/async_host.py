@@ -118,6 +118,12 @@ class AsyncVllmEngineHost:
         self._state.kv_released = True
         await self.engine.release_kv_cache_memory()
 
+    async def control_resume_weights(self) -> None:
+        """Do nothing: this host does not put its engine to sleep."""
+
+    async def control_resume_kv_cache(self) -> None:
+        """Do nothing: vLLM lets requests run once its memory is whole, so the cache returns at the resume."""
+
     async def control_reset_caches(self) -> None:
         """Reset prefix, multimodal and encoder caches. Kept requests are computed anew."""
         kept = self._state.paused == "keep"

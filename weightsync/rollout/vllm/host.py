@@ -6,6 +6,7 @@ its twin for ``AsyncLLM``.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -24,10 +25,12 @@ from weightsync.rollout.controls import control_method, require_in_flight_mode
 from weightsync.rollout.vllm.arguments import RefitSettings, configure_vllm_kwargs, rpc_timeout
 from weightsync.rollout.vllm.cpu import enable_amx, is_cpu_platform
 from weightsync.rollout.vllm.host_state import STATUS_CHANGING, HostState
+from weightsync.rollout.vllm.memory import EngineMemory
 from weightsync.rollout.vllm.resolving import resolve
 from weightsync.rollout.vllm.turns import Turns
 
 _LIVENESS_S = 0.5
+_log = logging.getLogger(__name__)
 
 
 class VllmEngineHost:
@@ -61,6 +64,7 @@ class VllmEngineHost:
         self.llm = llm
         self._timeout_s = rpc_timeout(refit_config, rpc_timeout_s)
         self._state = HostState(llm.llm_engine.vllm_config, rank_prefix)
+        self._memory = EngineMemory(llm, self._state)
         self._turns = Turns()  # vLLM's synchronous client serves one thread at a time
 
     def checkpoint_engine_rpc(
@@ -94,12 +98,51 @@ class VllmEngineHost:
         self._state.require_serving()
         if self._state.paused is not None:
             raise LifecycleError("this engine is paused for a refit", side="rollout", phase="generate")
+        if self._state.asleep:
+            raise LifecycleError(
+                "this engine sleeps: refit it, or call wake_up", side="rollout", phase="generate"
+            )
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """``LLM.generate``, refused while the engine must not serve; see `require_serving`."""
         with self._turns.take(None, "generate"):
             self.require_serving()
             return self.llm.generate(*args, **kwargs)
+
+    def sleep(self, level: int = 1) -> bool:
+        """Give the engine's memory back for training; the next refit wakes it in the right order.
+
+        Args:
+            level: 1 keeps the weights in host memory; 2 gives them up: only a complete refit lets the engine
+                serve again.
+
+        Returns:
+            Whether it sleeps. Where vLLM cannot give memory back, on a CPU and without
+            ``enable_sleep_mode=True``, it stays awake, and the log says so.
+
+        Raises:
+            ConfigurationError: another level.
+            LifecycleError: a refit is running.
+        """
+        if level not in (1, 2):
+            raise ConfigurationError(f"level must be 1 or 2, got {level!r}")
+        with self._turns.take(None, "sleep"):
+            if self._state.paused is not None:
+                raise LifecycleError("this engine is paused for a refit", side="rollout", phase="sleep")
+            if (reason := self._memory.why_resident) is not None:
+                _log.warning("the engine stays awake: %s", reason)
+                return False
+            if level == 2:  # before: a sleep that fails half-way must not leave it serving
+                self._call_ranks("discard_weights", {"reason": "its weights were given up to sleep"})
+                self._state.learn(self._call_ranks("refit_status", None))
+            if not self._state.asleep:
+                self._memory.sleep(level)
+        return True
+
+    def wake_up(self) -> None:
+        """Bring back what `sleep` gave back, without a refit."""
+        with self._turns.take(None, "wake_up"):
+            self._memory.resume()
 
     def control_pause(self, in_flight: str = "wait") -> None:
         """Let no request begin, and wait for the one that runs: a synchronous engine cannot stop it."""
@@ -109,15 +152,16 @@ class VllmEngineHost:
             pass
 
     def control_release_kv_cache(self) -> None:
-        """Give the KV cache's memory back where vLLM can."""
-        sleeps = self.llm.llm_engine.vllm_config.model_config.enable_sleep_mode and not is_cpu_platform()
-        if not sleeps or self._state.kv_released:
-            return
-        # Before the calls: whichever of them fails, a resume has to wake the scheduler.
-        self._state.kv_released = True
-        # `pause` has let every request end: nothing is aborted, and no engine refuses this mode.
-        self.llm.sleep(level=0, mode="abort")
-        self.llm.release_kv_cache_memory()
+        """Give the KV cache's memory back where vLLM can; an engine that sleeps has its weights woken."""
+        self._memory.release_kv_cache()
+
+    def control_resume_weights(self) -> None:
+        """Bring the weights of an engine that sleeps back into its memory; the KV cache stays away."""
+        self._memory.resume_weights()
+
+    def control_resume_kv_cache(self) -> None:
+        """Bring the KV cache back, if it was given back; requests stay paused."""
+        self._memory.resume_kv_cache()
 
     def control_reset_caches(self) -> None:
         """Reset prefix, multimodal and encoder caches."""
@@ -131,10 +175,7 @@ class VllmEngineHost:
 
     def control_resume(self) -> None:
         """Let requests run again; a fenced engine still refuses them."""
-        if self._state.kv_released:
-            self.llm.wake_up(tags=["kv_cache"])
-            self.llm.wake_up(tags=["scheduling"])
-            self._state.kv_released = False
+        self._memory.resume()
         self._state.paused = None
 
     def control_assign_ranks(self, rank_prefix: int) -> None:
@@ -154,7 +195,7 @@ class VllmEngineHost:
         method = control_method(self, action)
         if action in ("describe", "assign_ranks", "pause"):
             return method(**kwargs)
-        if action == "resume" and not self._state.kv_released:
+        if action == "resume" and not (self._state.kv_released or self._state.asleep):
             # Nothing to ask of vLLM: also while a request runs whose end a pause was not waited for.
             return self._bounded(action, lambda: method(**kwargs))
         with self._turns.take(self._timeout_s, action):

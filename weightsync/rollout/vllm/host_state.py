@@ -18,7 +18,9 @@ from weightsync.errors import (
 from weightsync.outcomes import Outcome
 
 UPDATE = "update_weights_from_checkpoint_engine"
-STATUS_CHANGING = frozenset({UPDATE, "commit_refit", "fence_refit", "init_checkpoint_engine"})
+STATUS_CHANGING = frozenset(
+    {UPDATE, "commit_refit", "fence_refit", "discard_weights", "init_checkpoint_engine"}
+)
 """Methods after which the host asks its ranks for their status."""
 
 
@@ -33,6 +35,7 @@ class HostState:
         paused: what a pause does with running requests, from its beginning to the resume; else `None`.
         withheld: whether the last resume was refused, because the weights were not whole.
         kv_released: whether the KV cache may have been given back.
+        asleep: whether `sleep` has given back the weights, too, and nothing has woken them.
         fenced: why a rank must not serve, or `None`.
         dirty: whether weights may have been written since the last commit: also while an update runs.
         lost: why the engine does not answer any more, or `None`.
@@ -49,6 +52,7 @@ class HostState:
         self.paused: str | None = None
         self.withheld = False
         self.kv_released = False
+        self.asleep = False
         self.fenced: str | None = None
         self.dirty = False
         self.lost: str | None = None

@@ -1,0 +1,255 @@
+"""Refits in which policy and engine share a process: modules, and vLLM in a process and in a Ray actor."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from weightsync.cluster.base import ColocatedGroup
+from weightsync.cluster.local import LocalPolicyGroup, LocalRolloutGroup, local_colocated_groups
+from weightsync.config import load_refit_config
+from weightsync.errors import ConfigurationError, RefitError, WorkerFencedError
+from weightsync.policy import ColocatedWorkerMixin, PolicyCheckpointEngineMixin, weight_stream_from
+from weightsync.rollout.module import ModuleRolloutWorker
+from weightsync.synchronizer import CheckpointEngineWeightSynchronizer
+
+ORDER = [
+    "pause", "resume_weights", "release_kv_cache", "transfer", "commit_refit", "offload_policy",
+    "resume_kv_cache", "reset_caches", "publish_version", "resume",
+]  # fmt: skip
+
+
+def configuration(**lifecycle):
+    generation = {
+        "backend": "vllm",
+        "colocated": {"enabled": True},
+        "refit_transport": None,
+        "refit_cfg": {
+            "naive": {"device": "cpu", "bind_host": "127.0.0.1", "update_weights_bucket_memory_ratio": 1e-4}
+        },
+        "refit_lifecycle": {"connect_s": 5.0, "stall_s": 5.0, "total_s": 20.0, "silence_s": 2.0, **lifecycle},
+    }
+    return load_refit_config({"policy": {"generation": generation}})
+
+
+def model(seed):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return torch.nn.Sequential(torch.nn.Linear(300, 1000), torch.nn.Linear(1000, 1500))
+
+
+def same(first, second):
+    pairs = zip(first.state_dict().items(), second.state_dict().items(), strict=True)
+    return all(name == other and torch.equal(value, wanted) for (name, value), (other, wanted) in pairs)
+
+
+class Worker(ColocatedWorkerMixin):
+    def __init__(self, rank, trained=None, host=None):
+        self.rank = rank
+        self.model = trained or model(0)
+        self.engine_host = host or ModuleRolloutWorker(model(10 + rank))
+        self.break_at = None
+        self.broken_offload = False
+
+    def weight_stream(self):
+        if self.break_at is None:
+            return weight_stream_from(self.model)
+        return self.breaking()
+
+    def breaking(self):
+        for number, item in enumerate(weight_stream_from(self.model)):
+            if number == self.break_at:
+                raise ValueError("gather failed")
+            yield item
+
+    def offload_policy(self):
+        if self.broken_offload:
+            raise RuntimeError("no host memory left")
+
+    def step(self):
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(1.0)
+
+
+@pytest.fixture
+def crew(request):
+    size = getattr(request, "param", 2)
+    trained = model(0)
+    workers = [Worker(rank, trained) for rank in range(size)]
+    with CheckpointEngineWeightSynchronizer(
+        *local_colocated_groups(workers), configuration(), progress=False
+    ) as synchronizer:
+        synchronizer.init_communicator()
+        yield workers, synchronizer
+
+
+@pytest.mark.parametrize("crew", [1, 3], indirect=True)
+def test_refits_arrive_in_the_order_of_a_colocated_one(crew):
+    workers, synchronizer = crew
+    assert synchronizer.is_stale
+    for version in (1, 2):
+        workers[0].step()
+        synchronizer.mark_stale()
+        report = synchronizer.sync_weights()
+        assert (report.version, report.tensors, len(report.policy)) == (version, 4, len(workers))
+        assert report.bytes == len(workers) * sum(p.nbytes for p in workers[0].model.parameters())
+        assert not synchronizer.is_stale
+        phases = ["pause", "wake", "release", "open", "transfer", "commit", "offload", "wake_cache", "reset"]
+        assert list(report.seconds)[:-3] == phases
+        for worker in workers:
+            assert worker.refit_steps() == ORDER
+            worker.engine_host.require_serving()
+            assert worker.engine_host.published_version == version
+            assert same(worker.model, worker.engine_host.model)
+    workers[0].step()
+    assert not same(workers[0].model, workers[0].engine_host.model)
+
+
+def test_the_groups_share_their_workers(crew):
+    workers, _ = crew
+    policy, rollout = local_colocated_groups(workers)
+    assert isinstance(rollout, ColocatedGroup)
+    assert not isinstance(LocalRolloutGroup([ModuleRolloutWorker(model(1))]), ColocatedGroup)
+    assert (policy.world_size, rollout.world_size, rollout.rank_prefixes) == (2, 2, (0, 1))
+    with pytest.raises(ConfigurationError, match="has no method 'colocated_rpc'"):
+        local_colocated_groups([ModuleRolloutWorker(model(1))])
+
+
+def test_a_stream_that_raises_fences_what_was_written_and_the_next_refit_arrives(crew):
+    workers, synchronizer = crew
+    synchronizer.sync_weights()
+    workers[1].break_at = 3
+    workers[0].step()
+    started = time.monotonic()
+    with pytest.raises(RefitError) as caught:
+        synchronizer.sync_weights()
+    assert time.monotonic() - started < 5
+    assert (caught.value.context.side, caught.value.context.rank) == ("policy", 1)
+    assert "ValueError: gather failed" in str(caught.value)
+    assert caught.value.serving == {0: None, 1: None}
+    for worker in workers:
+        assert worker.refit_steps() == [
+            "pause", "resume_weights", "release_kv_cache", "transfer failed", "fence_refit", "reset_caches",
+            "offload_policy", "resume",
+        ]  # fmt: skip
+        with pytest.raises(WorkerFencedError):
+            worker.engine_host.require_serving()
+    workers[1].break_at = None
+    assert synchronizer.sync_weights().version == 2
+    assert all(same(worker.model, worker.engine_host.model) for worker in workers)
+
+
+def test_a_stream_that_does_not_fit_leaves_the_old_version(crew):
+    workers, synchronizer = crew
+    synchronizer.sync_weights()
+    before = {name: value.clone() for name, value in workers[0].engine_host.model.state_dict().items()}
+    good = workers[0].model
+    for worker in workers:
+        worker.model = torch.nn.Sequential(torch.nn.Linear(300, 1000), torch.nn.Linear(1000, 1501))
+    with pytest.raises(RefitError, match="where the module has") as caught:
+        synchronizer.sync_weights()
+    assert caught.value.serving == {0: 1, 1: 1}
+    for worker in workers:
+        worker.engine_host.require_serving()
+        after = worker.engine_host.model.state_dict()
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+        worker.model = good
+    assert synchronizer.sync_weights().version == 2
+
+
+def test_an_offload_that_raises_fails_the_refit_after_the_commit(crew):
+    workers, synchronizer = crew
+    workers[0].broken_offload = True
+    with pytest.raises(RefitError, match="no host memory left") as caught:
+        synchronizer.sync_weights()
+    assert caught.value.context.phase == "offload_policy"
+    assert caught.value.serving == {0: 1, 1: 1}
+    assert synchronizer.weight_version is None
+    assert workers[0].refit_steps() == [*ORDER[:5], "offload_policy failed", "reset_caches", "resume"]
+    workers[0].engine_host.require_serving()
+    workers[0].broken_offload = False
+    assert synchronizer.sync_weights().version == 2
+
+
+@pytest.mark.parametrize("action", ["pause", "resume_weights", "resume_kv_cache", "reset_caches", "resume"])
+def test_an_engine_that_fails_at_a_step_is_resumed_all_the_same(action):
+    class Host(ModuleRolloutWorker):
+        fails = True
+
+        def refit_control(self, called, kwargs=None):
+            outcome = super().refit_control(called, kwargs)
+            if called == action and self.fails:
+                error = {"kind": "RuntimeError", "message": "out of memory", "traceback": "", "context": {}}
+                return {"rank": outcome["rank"], "error": error}
+            return outcome
+
+    worker = Worker(0, host=Host(model(5)))
+    with CheckpointEngineWeightSynchronizer(
+        *local_colocated_groups([worker]), configuration(), progress=False
+    ) as synchronizer:
+        synchronizer.init_communicator()
+        with pytest.raises(RefitError, match="out of memory"):
+            synchronizer.sync_weights()
+        steps = worker.refit_steps()
+        if action == "reset_caches":  # of other weights than it holds: it stays paused
+            assert "resume" not in steps
+        else:
+            assert steps[-1] == ("resume failed" if action == "resume" else "resume")
+        written = action in ("resume_kv_cache", "reset_caches", "resume")
+        assert same(worker.model, worker.engine_host.model) == written
+        worker.engine_host.fails = False
+        synchronizer.sync_weights()
+        assert worker.refit_steps() == ORDER
+        worker.engine_host.require_serving()
+
+
+def test_a_worker_that_answers_nonsense():
+    class Odd(Worker):
+        def colocated_rpc(self, method, kwargs=None):
+            return 5 if method == "refit_colocated" else super().colocated_rpc(method, kwargs)
+
+    with CheckpointEngineWeightSynchronizer(
+        *local_colocated_groups([Odd(0)]), configuration(), progress=False
+    ) as synchronizer:
+        synchronizer.init_communicator()
+        with pytest.raises(RefitError, match="no outcome: 5") as caught:
+            synchronizer.sync_weights()
+        assert len(caught.value.failures) == 2
+
+
+def test_separate_workers_of_one_process_need_no_special_group():
+    class Trainer(PolicyCheckpointEngineMixin):
+        def __init__(self, rank, trained):
+            self.rank, self.model = rank, trained
+
+        def weight_stream(self):
+            return weight_stream_from(self.model)
+
+    trained = model(0)
+    hosts = [ModuleRolloutWorker(model(1 + rank)) for rank in range(2)]
+    groups = LocalPolicyGroup([Trainer(rank, trained) for rank in range(2)]), LocalRolloutGroup(hosts)
+    with CheckpointEngineWeightSynchronizer(*groups, configuration(), progress=False) as synchronizer:
+        synchronizer.init_communicator()
+        assert synchronizer.sync_weights().tensors == 4
+    assert all(same(trained, host.model) for host in hosts)
+
+
+def test_an_engine_that_sleeps_for_good_is_fenced_until_a_refit():
+    host = ModuleRolloutWorker(model(1))
+    worker = Worker(0, host=host)
+    call = {"reason": "its weights were given up to sleep"}
+    assert "error" not in host.checkpoint_engine_rpc("discard_weights", call)[0]
+    assert host.checkpoint_engine_rpc("refit_status")[0]["value"]["fenced"] == call["reason"]
+    with CheckpointEngineWeightSynchronizer(
+        *local_colocated_groups([worker]), configuration(), progress=False
+    ) as synchronizer:
+        synchronizer.init_communicator()
+        for version in (1, 2):
+            with pytest.raises(WorkerFencedError, match="given up to sleep"):
+                host.require_serving()
+            assert synchronizer.sync_weights().version == version
+            host.require_serving()
+            host.checkpoint_engine_rpc("discard_weights", call)

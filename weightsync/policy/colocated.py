@@ -1,0 +1,116 @@
+"""What a training actor inherits that also holds an inference engine: both sides of a refit in one process.
+
+::
+
+    class Worker(ColocatedWorkerMixin):
+        def __init__(self, config):
+            self.model = ...
+            self.engine_host = VllmEngineHost({...}, refit_config=load_refit_config(config))
+
+        def weight_stream(self):
+            return weight_stream_from(self.model)
+
+        def offload_policy(self):                # optional
+            self.model.to("cpu")
+
+The policy side answers through ``checkpoint_engine_rpc``, the engine through ``colocated_rpc`` and
+``refit_control``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import torch
+
+from weightsync.engines.buffers import bind_thread
+from weightsync.policy.session import OFFLOAD, SEND
+from weightsync.policy.worker import PolicyCheckpointEngineMixin
+
+REFIT = "refit_colocated"
+_UPDATE = "update_weights_from_checkpoint_engine"
+_NOTED = frozenset({"commit_refit", "fence_refit"})
+
+
+class ColocatedWorkerMixin(PolicyCheckpointEngineMixin):
+    """Both sides of the worker protocol, for actors and processes without an event loop.
+
+    Attributes:
+        engine_host: the inference engine of this process, to be set by the class: a ``VllmEngineHost`` with
+            ``VLLM_ENABLE_V1_MULTIPROCESSING=0``, a ``ModuleRolloutWorker``, or anything like them.
+    """
+
+    engine_host: Any
+
+    def checkpoint_engine_rpc(
+        self, checkpoint_method: str, method_kwargs: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Run one method of the worker protocol for the policy rank; returns its outcome."""
+        outcome = super().checkpoint_engine_rpc(checkpoint_method, method_kwargs)
+        if checkpoint_method == OFFLOAD:
+            self._note(checkpoint_method, outcome)
+        return outcome
+
+    def colocated_rpc(self, checkpoint_method: str, method_kwargs: dict[str, Any] | None = None) -> Any:
+        """Run one method of the worker protocol for the engine; returns an outcome for each of its ranks.
+
+        ``refit_colocated`` sends and receives at once, the engine's half in a thread of its own; it returns
+        ``{"policy": outcome, "rollout": [outcome, ...]}``.
+        """
+        if checkpoint_method == REFIT:
+            return self._refit_colocated()
+        outcomes = self.engine_host.checkpoint_engine_rpc(checkpoint_method, method_kwargs)
+        if checkpoint_method in _NOTED:
+            self._note(checkpoint_method, *outcomes)
+        return outcomes
+
+    def refit_control(self, action: str, kwargs: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Run one action on the engine; returns one outcome."""
+        if action == "pause":
+            self._steps().clear()
+        outcome: dict[str, Any] = self.engine_host.refit_control(action, kwargs)
+        if action not in ("describe", "assign_ranks"):
+            self._note(action, outcome)
+        return outcome
+
+    def refit_steps(self) -> list[str]:
+        """Return the steps of the last refit on this worker, in order; a failed one ends in ``failed``."""
+        return list(self._steps())
+
+    def _refit_colocated(self) -> dict[str, Any]:
+        receiving = _in_thread(partial(self.engine_host.checkpoint_engine_rpc, _UPDATE))
+        policy = self.checkpoint_engine_rpc(SEND)
+        # Not bounded here: both ends keep the refit's deadlines, and the driver those of the call.
+        rollout = receiving.result()
+        self._note("transfer", policy, *rollout)
+        return {"policy": policy, "rollout": rollout}
+
+    def _note(self, step: str, *outcomes: dict[str, Any]) -> None:
+        failed = any("error" in outcome for outcome in outcomes)
+        self._steps().append(f"{step} failed" if failed else step)
+
+    def _steps(self) -> list[str]:
+        # Made on first use, so that classes need not call a constructor of ours.
+        steps: list[str] = self.__dict__.setdefault("_weightsync_refit_steps", [])
+        return steps
+
+
+def _in_thread(call: Callable[[], Any]) -> Future[Any]:
+    """Run a call in a daemon thread on the device of this one."""
+    future: Future[Any] = Future()
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+
+    def run() -> None:
+        try:
+            if device is not None:
+                bind_thread(device)
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised again in the waiting thread
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="weightsync-colocated", daemon=True).start()
+    return future
