@@ -7,6 +7,7 @@ receiver; the worker supplies its rank and a way to make the loader of its model
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from weightsync.capacity import total_memory_bytes
@@ -197,6 +198,8 @@ class RolloutEndpoint:
         position = self._receiver.position_of(error) if self._receiver else None
         phase, tensor = (position.phase, position.tensor) if position else (method, None)
         record = ErrorRecord.from_exception(error, side="rollout", rank=self.rank, phase=phase, tensor=tensor)
+        if position is not None and position.failed:
+            record = replace(record, message=f"{record.message} ({position.failed})")
         return Outcome(self.rank, error=record).to_dict()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from weightsync.errors import IncompleteStreamError, ManifestError
@@ -45,14 +46,11 @@ class StreamLedger:
         Raises:
             ManifestError: a name came twice, was not promised, or has another shape or dtype.
         """
-        for name, tensor in batch:
-            spec = TensorSpec.of(name, tensor)
-            if name in self._came:
-                raise ManifestError("a tensor came twice in one refit", tensor=name)
-            if self._announced is not None and self._promised.get(name) != spec:
-                promised = self._promised.get(name, "nothing of that name")
-                raise ManifestError(f"received {spec}, promised was {promised}", tensor=name)
-            self._came[name] = spec
+        specs = [TensorSpec.of(name, tensor) for name, tensor in batch]
+        self._require_new([spec.name for spec in specs])
+        if self._announced is not None:
+            self._require_promised(specs)
+        self._came.update((spec.name, spec) for spec in specs)
 
     def require_complete(self) -> None:
         """Check, at the end of the stream, that everything came that had to.
@@ -70,3 +68,19 @@ class StreamLedger:
                 f"{len(absent)} of {len(self._promised)} promised tensors did not come: {list_names(absent)}",
                 tensor=absent[0],
             )
+
+    def _require_new(self, names: list[str]) -> None:
+        counts = Counter(names)
+        repeated = [name for name, count in counts.items() if count > 1 or name in self._came]
+        if repeated:
+            raise ManifestError(f"came twice in one refit: {list_names(repeated)}", tensor=repeated[0])
+
+    def _require_promised(self, specs: list[TensorSpec]) -> None:
+        unknown = [spec.name for spec in specs if spec.name not in self._promised]
+        if unknown:
+            raise ManifestError(f"came and was not promised: {list_names(unknown)}", tensor=unknown[0])
+        for spec in specs:
+            if self._promised[spec.name] != spec:
+                raise ManifestError(
+                    f"received {spec}, promised was {self._promised[spec.name]}", tensor=spec.name
+                )

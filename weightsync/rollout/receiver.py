@@ -26,6 +26,7 @@ from weightsync.errors import (
 )
 from weightsync.rollout.ledger import StreamLedger
 from weightsync.rollout.loader import Batch, WeightLoader
+from weightsync.tensors import list_names
 
 
 def synchronize_device() -> None:
@@ -225,6 +226,8 @@ class RefitReceiver:
         try:
             await self._load_all(batches, ledger, figures)
         except BaseException as error:
+            if self._position.failed:
+                error.add_note(self._position.failed)
             # Before the generator is closed: the engine should tell its peers why, not merely that, it stops.
             self._tell_engine(error)
             await _close_quietly(error, batches)
@@ -277,13 +280,13 @@ class RefitReceiver:
             self.loader.begin()
 
     def _give_up(self, error: BaseException) -> None:
-        place = {"phase": self._position.phase, "tensor": self._position.tensor}
-        place = {"side": "rollout", "rank": self.rank, **place}
-        self._failed = error, self._position
+        position = self._position
+        place = ErrorContext(side="rollout", rank=self.rank, phase=position.phase, tensor=position.tensor)
+        self._failed = error, position
         if isinstance(error, WeightSyncError):
-            error.with_context(**place)
+            error.with_context(**asdict(place))
         else:
-            error.add_note(f"[{ErrorContext(**place)}]")
+            error.add_note(f"[{place}]")
         if self._begun:
             self._begun = False
             self.fenced = f"a refit failed after it had begun to write: {error}"
