@@ -7,6 +7,7 @@ it. Bytes of weights travel elsewhere, except for transports that have no other 
 
 from weightsync.control.addresses import default_host
 from weightsync.control.deadlines import Deadlines
+from weightsync.control.guests import GuestLink
 from weightsync.control.hub import MAX_FRAME_BYTES, ControlHub
 from weightsync.control.link import Link
 from weightsync.control.messages import (
@@ -40,6 +41,7 @@ __all__ = [
     "Done",
     "Gate",
     "Go",
+    "GuestLink",
     "Heartbeat",
     "Hello",
     "Link",

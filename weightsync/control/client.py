@@ -30,8 +30,11 @@ class ClientLink(Link):
         dial: Callable[[ClientLink], ClientWire],
         hang_up: Callable[[ClientWire], None],
         ipv6: bool,
+        keys: tuple[bytes, bytes],
     ) -> None:
         super().__init__(host, card, card.session)
+        self.keys = keys
+        """The key pair that the server knows this end by."""
         self._dial, self._hang_up = dial, hang_up
         self.ipv6 = ipv6
         """Asked of the resolver once, in the caller's thread: the I/O thread must not wait for it."""

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -27,6 +28,7 @@ from weightsync.control.client import ClientLink
 from weightsync.control.core import LinkCore
 from weightsync.control.deadlines import Deadlines
 from weightsync.control.frames import Frame, MalformedFrameError, decode_frame
+from weightsync.control.guests import GuestLink, Ticket
 from weightsync.control.link import Link
 from weightsync.control.loop import IoLoop
 from weightsync.control.messages import PROTOCOL_VERSION
@@ -117,16 +119,33 @@ class ControlHub:
             self._require_open()
             if card.public_key in self._by_key:
                 raise LifecycleError("this peer is accepted already: close its link first", peer=card.name)
-            self._by_key[card.public_key] = link
-            self._links.append(link)
-            self._gate.allowed.add(card.public_key)
+            self._enter(link)
         return link
 
-    def connect(self, peer_card: dict[str, Any]) -> Link:
-        """Return the client end of a link; it dials at its first `Link.begin`.
+    def accept_guests(self) -> GuestLink:
+        """Return the server end of a link for whoever holds its ticket, one guest at a time.
 
         Raises:
-            ConfigurationError: the card is malformed, or advertises the loopback address of another host.
+            LifecycleError: the hub is closed.
+        """
+        ticket = Ticket.new()
+        card = replace(self._card, name="a latecomer", public_key=ticket.public_key)
+        link = GuestLink(self, card, self._card.session, ticket, wire_to=partial(ServerWire, self._server))
+        with self._lock:
+            self._require_open()
+            self._enter(link)
+        return link
+
+    def connect(self, peer_card: dict[str, Any], *, ticket: dict[str, str] | None = None) -> Link:
+        """Return the client end of a link; it dials at its first `Link.begin`.
+
+        Args:
+            peer_card: the peer's `card`.
+            ticket: of the peer's `accept_guests`; without it, the peer has to `accept` this hub's card.
+
+        Raises:
+            ConfigurationError: the card or the ticket is malformed, or the card advertises the loopback
+                address of another host.
             LifecycleError: the hub is closed.
         """
         card = Card.parse(peer_card)
@@ -134,7 +153,12 @@ class ControlHub:
             raise ConfigurationError("a hub cannot connect to itself", peer=card.name)
         require_reachable(self._card.endpoint, card.endpoint, card.name)
         link = ClientLink(
-            self, card, dial=self._dial, hang_up=self._hang_up, ipv6=uses_ipv6(card.endpoint.host)
+            self,
+            card,
+            dial=self._dial,
+            hang_up=self._hang_up,
+            ipv6=uses_ipv6(card.endpoint.host),
+            keys=self._keys if ticket is None else Ticket.parse(ticket).keys,
         )
         with self._lock:
             self._require_open()
@@ -216,7 +240,7 @@ class ControlHub:
 
     def _dial(self, link: ClientLink) -> ClientWire:
         card = link.card
-        wire = ClientWire(self._context, card, self._keys, ipv6=link.ipv6, max_bytes=self.max_frame_bytes)
+        wire = ClientWire(self._context, card, link.keys, ipv6=link.ipv6, max_bytes=self.max_frame_bytes)
         self._loop.watch(wire.monitor, link.on_events)
         self._loop.watch(wire.socket, partial(self._on_client_frames, link, wire))
         return wire
@@ -293,6 +317,11 @@ class ControlHub:
         self._server.close()
         self._gate.socket.close(0)
         self._context.term()
+
+    def _enter(self, link: ServerLink) -> None:
+        self._by_key[link.key] = link
+        self._links.append(link)
+        self._gate.allowed.add(link.key)
 
     def _require_open(self) -> None:
         if self._closed:

@@ -20,7 +20,7 @@ _NO_NONCE = bytes(NONCE_BYTES)
 
 
 @dataclass(frozen=True)
-class _Answer:
+class Answer:
     """A hello that was answered, and with what."""
 
     hello: Hello
@@ -37,7 +37,7 @@ class ServerLink(Link):
         super().__init__(host, card, session)
         self._wire_to = wire_to
         self._waiting: tuple[Hello, bytes] | None = None
-        self._answer: _Answer | None = None
+        self._answer: Answer | None = None
         self._foreign: int | None = None
         self._connection: bytes | None = None
 
@@ -113,13 +113,13 @@ class ServerLink(Link):
             return attempt.epoch
         return max(hello.epoch or 0, self._last_epoch + 1)
 
-    def _welcome(self, hello: Hello, connection: bytes, epoch: int, version: int | None) -> _Answer:
+    def _welcome(self, hello: Hello, connection: bytes, epoch: int, version: int | None) -> Answer:
         answer = self._answer
         repeated = answer is not None and (answer.hello, answer.connection) == (hello, connection)
         nonce = answer.welcome.nonce if answer is not None and repeated else os.urandom(NONCE_BYTES)
         welcome = Welcome(self._host.protocol, epoch, version, nonce, hello.nonce)
         self._greet(self._wire_to(connection).send, welcome, epoch)
-        return _Answer(hello, connection, welcome)
+        return Answer(hello, connection, welcome)
 
     def _on_ready(self, header: Header, ready: Ready, connection: bytes, now: float) -> None:
         attempt, answer = self._attempt, self._answer
