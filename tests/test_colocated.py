@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +22,7 @@ from weightsync.policy import ColocatedWorkerMixin, PolicyCheckpointEngineMixin,
 from weightsync.rollout.module import ModuleRolloutWorker
 from weightsync.synchronizer import CheckpointEngineWeightSynchronizer
 
+ROOT = Path(__file__).parent.parent
 ORDER = [
     "pause", "resume_weights", "release_kv_cache", "transfer", "commit_refit", "offload_policy",
     "resume_kv_cache", "reset_caches", "publish_version", "resume",
@@ -253,3 +261,148 @@ def test_an_engine_that_sleeps_for_good_is_fenced_until_a_refit():
             assert synchronizer.sync_weights().version == version
             host.require_serving()
             host.checkpoint_engine_rpc("discard_weights", call)
+
+
+# Real vLLM on the CPU: each engine in a process of its own, which the policy shares.
+
+
+def environment():
+    """Few threads, so that the tests of a small machine do not starve each other."""
+    return {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "ERROR"}
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_vllm_in_the_policys_process_serves_the_policys_weights(tmp_path):
+    pytest.importorskip("transformers")
+    command = [sys.executable, "-m", "tests.colocated_vllm", str(tmp_path)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    with subprocess.Popen(
+        command, env={**os.environ, **environment()}, start_new_session=True, **pipes
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=200)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    results = [line for line in out.splitlines() if line.startswith("RESULT ")]
+    assert results, f"{out[-2000:]}\n{err[-4000:]}"
+    seen = json.loads(results[0].removeprefix("RESULT "))
+    started, *refitted = seen["gaps"]
+    assert started > 0.1
+    assert len(refitted) == 3
+    assert max(refitted) < 1e-4
+    assert (seen["steps"], seen["version"]) == (ORDER, "2")
+    assert (seen["tensors"], seen["batches"]) == (25, 2)
+    assert "ValueError: gather failed" in seen["error"]
+    assert "does not serve" in seen["fenced"]
+    assert (seen["sleeps"], seen["asleep"], seen["awake"]) == (False, True, True)
+    assert seen["offloaded"] == 4
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    ray = pytest.importorskip("ray")
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=100 << 20,
+        log_to_driver=False,
+        runtime_env={"env_vars": environment()},
+    )
+    yield ray
+    ray.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.vllm
+def test_vllm_in_a_policy_actor_serves_the_policys_weights(cluster, tmp_path):
+    pytest.importorskip("transformers")
+    from tests.colocated_vllm import CONFIG, TinyWorker
+    from weightsync.cluster.ray import ray_colocated_groups
+
+    def get(reference):
+        return cluster.get(reference, timeout=120)
+
+    actor = cluster.remote(num_cpus=1)(TinyWorker).remote(str(tmp_path))
+    groups = ray_colocated_groups([actor])
+    assert get(actor.gap.remote()) > 0.1
+    with CheckpointEngineWeightSynchronizer(*groups, CONFIG, progress=False) as synchronizer:
+        synchronizer.init_communicator()
+        for seed in (1, 2):
+            get(actor.change.remote(seed))
+            report = synchronizer.sync_weights()
+            assert (report.tensors, report.batches) == (25, 2)
+            assert get(actor.gap.remote()) < 1e-4
+        assert get(actor.refit_steps.remote()) == ORDER
+        get(actor.set_breaking.remote(True))
+        with pytest.raises(RefitError, match="gather failed") as caught:
+            synchronizer.sync_weights()
+        assert caught.value.serving == {0: None}
+        get(actor.set_breaking.remote(False))
+        get(actor.change.remote(3))
+        assert synchronizer.sync_weights().version == 3
+        assert get(actor.gap.remote()) < 1e-4
+        os.kill(get(actor.pid.remote()), signal.SIGKILL)
+        with pytest.raises(RefitError, match="What to do: replace rollout rank 0"):
+            synchronizer.sync_weights()
+
+
+class ModuleActor:
+    """A worker around a module; made in the actor, since it holds threads."""
+
+    def __init__(self, rank):
+        self.worker = Worker(rank)
+
+    def checkpoint_engine_rpc(self, method, kwargs=None):
+        return self.worker.checkpoint_engine_rpc(method, kwargs)
+
+    def colocated_rpc(self, method, kwargs=None):
+        return self.worker.colocated_rpc(method, kwargs)
+
+    def refit_control(self, action, kwargs=None):
+        return self.worker.refit_control(action, kwargs)
+
+    def break_at(self, item):
+        self.worker.break_at = item
+
+    def is_same(self):
+        return same(self.worker.model, self.worker.engine_host.model)
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_actors_whose_policy_ranks_keep_in_step(cluster):
+    from weightsync.cluster.ray import RayPolicyGroup, RayRolloutGroup, ray_colocated_groups
+
+    actors = [cluster.remote(num_cpus=0)(ModuleActor).remote(rank) for rank in range(2)]
+    groups = ray_colocated_groups(actors)
+    with CheckpointEngineWeightSynchronizer(*groups, configuration(), progress=False) as synchronizer:
+        synchronizer.init_communicator()
+        synchronizer.sync_weights()
+        assert cluster.get([actor.is_same.remote() for actor in actors], timeout=30) == [True, True]
+        cluster.get(actors[1].break_at.remote(2), timeout=30)
+        with pytest.raises(RefitError, match="gather failed") as caught:
+            synchronizer.sync_weights()
+        assert (caught.value.context.side, caught.value.context.rank) == ("policy", 1)
+        heard = {(record.context.side, record.context.rank) for record in caught.value.failures}
+        assert heard == {("policy", 0), ("policy", 1), ("rollout", 0), ("rollout", 1)}
+        cluster.get(actors[1].break_at.remote(None), timeout=30)
+        assert synchronizer.sync_weights().version == 2
+
+    trainer, engine = (cluster.remote(num_cpus=0)(kind).remote() for kind in (Trainer, Engine))
+    apart = RayPolicyGroup([trainer]), RayRolloutGroup([engine])
+    separate = CheckpointEngineWeightSynchronizer(*apart, configuration(), progress=False)
+    with pytest.raises(RefitError, match="write refit_transport: ipc for processes of one host, or nixl"):
+        separate.init_communicator()
+
+
+class Trainer(PolicyCheckpointEngineMixin):
+    rank = 0
+
+
+class Engine(ModuleRolloutWorker):
+    def __init__(self):
+        super().__init__(model(1))
