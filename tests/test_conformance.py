@@ -104,4 +104,4 @@ class DeclaredPlugin(MyCheckpointEngine):
 
 class TestPlugin(EngineConformance):
     engine = DeclaredPlugin
-    settings = dict(transport="custom")  # noqa: C408
+    settings = dict(transport="custom")  # noqa: C408, RUF012

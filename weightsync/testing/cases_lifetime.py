@@ -21,7 +21,7 @@ _WARMING_UP = 8
 _FEW = 6
 """Descriptors, threads and files that may come and go; a leak in each refit makes thirty."""
 _FEW_BYTES = 24 << 20
-_SETTLING_S = 5.0
+_SETTLING_S = 3.0
 
 
 class LifetimeCases(Suite):

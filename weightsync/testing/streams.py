@@ -160,7 +160,7 @@ def _mixed(bucket: int, seed: int) -> Pairs:
     era = seed // 3
     rows = bucket // 4096 + era
     parts = {
-        "plain": [(f"{i}", of_dtype(torch.bfloat16, (rows, 512 + 64 * i), seed + i)) for i in range(6)],
+        "plain": [(f"{i}", of_dtype(torch.bfloat16, (rows, 512 + 64 * i), seed + i)) for i in range(8)],
         "large": [("weight", noise(bucket + 1 + era, seed))],
         "dtypes": _dtypes(bucket, seed)[era % 2 :: 2],
         "layouts": [pair for pair in _layouts(bucket, seed) if pair[1].nbytes < bucket // 4],

@@ -211,7 +211,7 @@ class RankWorker:
         self, plan: Plan, pairs: tuple[tuple[str, torch.Tensor], ...]
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
         at = {FIRST: 0, MIDDLE: len(pairs) // 2, LAST: len(pairs)}[plan.place] if plan.fault else -1
-        kept = Kept(4 * self._bucket_size)
+        kept = Kept(3 * self._bucket_size)
         for i, (name, tensor) in enumerate(pairs):
             if i == at:
                 yield from self._sender_fault(plan.fault, pairs)
