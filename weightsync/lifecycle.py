@@ -97,7 +97,11 @@ class Refit:
             raise failed from cause
         self._seconds["total"] = time.perf_counter() - started
         return RefitReport(
-            version=self._plan.version, epoch=self._plan.epoch, seconds=self._seconds, **self._figures
+            version=self._plan.version,
+            epoch=self._plan.epoch,
+            seconds=self._seconds,
+            policy=self._figures["policy"],
+            rollout=self._figures["rollout"],
         )
 
     def _steps(self) -> None:
