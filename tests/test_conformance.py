@@ -68,6 +68,19 @@ class TestIPCStripes(Fast, TopologyConformance):
     settings = fast(topology="stripes")
 
 
+class TestGloo(Fast, EngineConformance):
+    engine = "gloo"
+
+
+class TestMooncake(Fast, EngineConformance):
+    engine = "mooncake"
+
+
+class TestMooncakeStripes(Fast, TopologyConformance):
+    engine = "mooncake"
+    settings = fast(topology="stripes")
+
+
 class TestNaive(Fast, EngineConformance):
     engine = "naive"
 

@@ -85,7 +85,7 @@ class PairFaultCases(Suite):
             for outcome in outcomes:
                 check(not outcome.done, f"{outcome}, though {closed.who} was closed in the middle")
             self.require_failed(crew, [outcome for outcome in outcomes if outcome.who != closed.who])
-            crew.close(closed)
+            crew.end_ranks([closed])
             crew.replace(closed)
             crew.recovers()
 
@@ -95,7 +95,7 @@ class PairFaultCases(Suite):
         with self.crew_of((1, 1)) as crew:
             crew.works(Plan(seed=1))
             old = (crew.policy if side == "policy" else crew.rollout)[0]
-            crew.close(old)
+            crew.end_ranks([old])
             crew.replace(old)
             crew.recovers()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weightsync.testing.cases_faults import PairFaultCases, SeveralFaultCases
+from weightsync.testing.cases_latecomers import LatecomerCases
 from weightsync.testing.cases_lifetime import LifetimeCases
 from weightsync.testing.cases_processes import PairProcessCases, SeveralProcessCases
 from weightsync.testing.cases_streams import StreamCases
@@ -19,7 +20,9 @@ class TopologyConformance(TopologyCases, SeveralFaultCases, SeveralProcessCases)
     """
 
 
-class EngineConformance(StreamCases, PairFaultCases, LifetimeCases, PairProcessCases, TopologyConformance):
+class EngineConformance(
+    StreamCases, PairFaultCases, LifetimeCases, LatecomerCases, PairProcessCases, TopologyConformance
+):
     """Subclass it in a test module, and pytest runs every test on your engine::
 
         class TestMyEngine(EngineConformance):

@@ -67,7 +67,11 @@ class Crew(Generic[R]):
 
     def end(self) -> None:
         """End every rank."""
-        for rank in self.ranks:
+        self.end_ranks(self.ranks)
+
+    def end_ranks(self, ranks: Iterable[R]) -> None:
+        """End some ranks, whatever state they are in."""
+        for rank in ranks:
             rank.end()
 
     def all(self, command: str, ranks: Iterable[R] | None = None, **arguments: Any) -> list[Any]:
@@ -79,8 +83,21 @@ class Crew(Generic[R]):
 
     def join(self) -> None:
         """Prepare all ranks and connect them, as before the first refit."""
-        metadata = self.all("prepare")
-        self.all("join", train=len(self.policy), rollout=len(self.rollout), metadata=metadata)
+        self.metadata: list[bytes] = self.all("prepare")
+        self.all("join", train=len(self.policy), rollout=len(self.rollout), metadata=self.metadata)
+
+    def join_late(self, count: int = 1) -> list[R]:
+        """Make rollout ranks that join after a refit; no other rank is called. The caller ends them."""
+        train, rollout = len(self.policy), len(self.rollout)
+        late = [self.make_rank("rollout", rollout + i) for i in range(count)]
+        try:
+            self.all("prepare", late)
+            metadata = self.metadata[:train]
+            self.all("join_late", late, train=train, rollout=rollout + count, metadata=metadata)
+        except BaseException:
+            self.end_ranks(late)
+            raise
+        return late
 
     def rejoin(self) -> None:
         """Finalize all ranks and connect them anew, as after a fault."""
@@ -175,20 +192,12 @@ class ThreadCrew(Crew[ThreadRank]):
         self._steps.mend()
         super().begin(plan, special, without)
 
-    def end(self) -> None:
-        """Close every engine, also one whose rank does not return, and end the ranks."""
-        for rank in self.ranks:
-            rank.end()
-        try:
-            for rank in self.ranks:
-                aside(rank.engine.close, self.setup.bound_s, f"close() of {rank.who}")
-        finally:
-            super().end()
-
-    def close(self, rank: ThreadRank) -> None:
-        """Close one rank's engine and end it; another may be put in its place."""
-        aside(rank.engine.close, self.setup.bound_s, f"close() of {rank.who}")
-        rank.end()
+    def end_ranks(self, ranks: Iterable[ThreadRank]) -> None:
+        """Close the ranks' engines, also one whose rank does not return."""
+        chosen = list(ranks)
+        super().end_ranks(chosen)
+        for rank in chosen:
+            aside(rank.engine.close, self.setup.bound_s, f"close() of {rank.who}")
 
 
 class ProcessCrew(Crew[ProcessRank]):

@@ -145,15 +145,15 @@ class RankWorker:
 
     def join(self, train: int, rollout: int, metadata: list[bytes]) -> None:
         """Join the process group; ``metadata`` is what every rank's `prepare` returned."""
-        worlds: dict[str, Any] = {
-            "train_world_size": train,
-            "rollout_world_size": rollout,
-            "metadata": [msgspec.msgpack.decode(entry) for entry in metadata],
-        }
+        worlds = _worlds(train, rollout, metadata)
         if self.side == "policy":
             self.engine.init_policy_process_group(worker_rank=self.rank, **worlds)
         else:
             self.engine.init_rollout_process_group(rollout_rank=self.rank, **worlds)
+
+    def join_late(self, train: int, rollout: int, metadata: list[bytes]) -> None:
+        """Join after a refit; ``metadata`` is what the policy ranks' `prepare` returned."""
+        self.engine.join_late(rollout_rank=self.rank, **_worlds(train, rollout, metadata))
 
     def open(self, epoch: int) -> None:
         """Learn which refit comes next."""
@@ -278,6 +278,14 @@ class RankWorker:
         stats = self.engine.refit_stats()
         got = stats.get("bytes", expected.nbytes)
         check(got == expected.nbytes, f"refit_stats() of {self.who} says {got} bytes, not {expected.nbytes}")
+
+
+def _worlds(train: int, rollout: int, metadata: list[bytes]) -> dict[str, Any]:
+    return {
+        "train_world_size": train,
+        "rollout_world_size": rollout,
+        "metadata": [msgspec.msgpack.decode(entry) for entry in metadata],
+    }
 
 
 class Kept:
