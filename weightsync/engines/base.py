@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from weightsync.errors import ConfigurationError
 from weightsync.tensors import WeightManifest
 
 CAPABILITIES: Mapping[str, str] = {
@@ -64,6 +65,29 @@ class CheckpointEngine(ABC):
         self, *, rollout_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
     ) -> None:
         """Connect a rollout worker to its transfer peers; arguments as for the policy side."""
+
+    def join_late(
+        self, *, rollout_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
+    ) -> None:
+        """Connect a rollout worker that comes after a refit, in place of `init_rollout_process_group`.
+
+        No policy worker is called for it. `receive_weight_batches` then brings the weights that the policy
+        side holds, and `refit_stats` says which ``version`` that is.
+
+        Args:
+            rollout_rank: of this worker; a new one may follow those that are there.
+            train_world_size: number of policy workers.
+            rollout_world_size: number of rollout workers, over all engines.
+            metadata: what the policy workers' last `prepare` returned, in the order of their ranks.
+
+        Raises:
+            ConfigurationError: the engine lacks ``latecomers``, or the metadata are not this engine's.
+        """
+        reason = self.lacks.get("latecomers", "the engine does not say why")
+        raise ConfigurationError(
+            f"{type(self).__name__} serves no worker that comes later ({reason}): "
+            "join all workers anew and run a refit"
+        )
 
     @abstractmethod
     def finalize(self) -> None:

@@ -59,6 +59,8 @@ class BucketedCheckpointEngine(CheckpointEngine):
     topologies: ClassVar[tuple[str, ...]]
     """What ``topology`` may be, beside ``"auto"``."""
     default_topology: ClassVar[str] = "pairs"
+    keeps_buckets: ClassVar[bool] = False
+    """Whether policy ranks keep what they have sent, for workers that come later; see `held`."""
     why_these_topologies: ClassVar[str] = ""
     """Said to who asks for another topology: ``a collective has one sender``."""
 
@@ -140,6 +142,7 @@ class BucketedCheckpointEngine(CheckpointEngine):
                 advertise_host=self._advertise_host,
                 deadlines=self._deadlines,
             )
+            guests = hub.accept_guests() if self.keeps_buckets else None
             own = WorkerMetadata(
                 engine=self.transport_name,
                 bucket_size=self.bucket_size,
@@ -148,8 +151,9 @@ class BucketedCheckpointEngine(CheckpointEngine):
                 fan_out=self.fan_out,
                 control=hub.card(),
                 transport=transport.describe(),
+                guests=guests.ticket.to_dict() if guests is not None else {},
             )
-            self._session = Session(hub, own)
+            self._session = Session(hub, own, guests)
             return own.to_dict()
 
     def init_policy_process_group(
@@ -322,10 +326,17 @@ class BucketedCheckpointEngine(CheckpointEngine):
                 f"this engine has not joined as a {side} worker: call init_{side}_process_group() first"
             )
         (epoch, version), self._next = self._next, (None, None)
-        return session, Refit(
+        return session, self._refit_of(session, transport, epoch, version)
+
+    def _refit_of(
+        self, session: Session, transport: BucketTransport, epoch: int | None, version: int | None
+    ) -> Refit:
+        if session.who is None or session.topology is None:
+            raise LifecycleError(_UNPREPARED)
+        return Refit(
             who=session.who,
             topology=session.topology,
-            epoch=epoch,
+            epoch=None if session.is_late else epoch,
             version=version,
             transport=transport,
             buffers=self._memory.buffers,
@@ -336,6 +347,7 @@ class BucketedCheckpointEngine(CheckpointEngine):
             poison_released=self._poison_released,
             budget=Budget(self._deadlines.total_s),
             unmet=session.links,
+            is_late=session.is_late,
         )
 
     def _prepared(self) -> tuple[Session, BucketTransport]:
@@ -362,15 +374,18 @@ class BucketedCheckpointEngine(CheckpointEngine):
             train_world_size=train_world_size, rollout_world_size=rollout_world_size, fan_out=self.fan_out
         )
 
-    def _join(self, who: RankId, topology: Topology, metadata: list[Any]) -> None:
-        """Join a process group whole or not at all: after a failure the engine is to be prepared again."""
+    def _join(self, who: RankId, topology: Topology, metadata: list[Any], *, late: bool = False) -> None:
+        """Join a process group whole or not at all: after a failure the engine is to be prepared again.
+
+        Late means that the others have joined long before; ``metadata`` are the policy ranks' then.
+        """
         topology.require_rank(who)
         session, transport = self._prepared()
         session.require_unjoined()
         entries = read_metadata(
             metadata,
-            expected=topology.train_world_size + topology.rollout_world_size,
-            own_index=topology.index(who),
+            expected=topology.train_world_size + (0 if late else topology.rollout_world_size),
+            own_index=None if late else topology.index(who),
             own=session.own,
         )
 
@@ -381,7 +396,8 @@ class BucketedCheckpointEngine(CheckpointEngine):
         place = Place(who, topology.train_world_size, topology.rollout_world_size, sources, targets)
         try:
             transport.connect(place)
-            session.join(who, topology, entries)
+            join = session.join_late if late else session.join
+            join(who, topology, entries)
         except BaseException:
             self._close_session()
             raise

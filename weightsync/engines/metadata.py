@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from weightsync.errors import ConfigurationError
@@ -22,7 +22,7 @@ class WorkerMetadata:
 
     ``engine``, ``bucket_size`` (bytes), ``digest`` (kind), ``topology`` and ``fan_out`` must be alike on all
     workers; ``control`` is the card of its control channel, ``transport`` what its transport's `describe`
-    returned.
+    returned, ``guests`` the ticket for workers that come later, if it takes any.
     """
 
     engine: str
@@ -32,6 +32,7 @@ class WorkerMetadata:
     fan_out: int
     control: dict[str, Any]
     transport: dict[str, Any]
+    guests: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for any RPC layer."""
@@ -50,18 +51,19 @@ _TYPES: dict[str, type] = {
     "fan_out": int,
     "control": dict,
     "transport": dict,
+    "guests": dict,
 }
 
 
 def read_metadata(
-    metadata: list[Any], *, expected: int, own_index: int, own: WorkerMetadata
+    metadata: list[Any], *, expected: int, own_index: int | None, own: WorkerMetadata
 ) -> list[WorkerMetadata]:
     """Check the combined metadata list of a process group.
 
     Args:
         metadata: one entry a worker, policy ranks first.
         expected: number of workers.
-        own_index: place of this worker.
+        own_index: place of this worker; `None` if it is not among them.
         own: what this worker's last `prepare` returned.
 
     Raises:
@@ -75,7 +77,7 @@ def read_metadata(
             f"expected {expected}, got {count}"
         )
     entries = [_entry(index, data, own) for index, data in enumerate(metadata)]
-    if entries[own_index].control != own.control:
+    if own_index is not None and entries[own_index].control != own.control:
         raise ConfigurationError(
             f"metadata entry {own_index} is not what this worker's last prepare() returned: "
             f"the list is out of order, or older than that call"

@@ -13,6 +13,8 @@ from weightsync.engines.refit import Refit
 from weightsync.engines.slots import Slots
 from weightsync.errors import ProtocolError, WeightSyncError
 
+_ANSWERS: tuple[type[Release | Complete], ...] = (Release, Complete)
+
 
 @dataclass
 class _Given:
@@ -55,13 +57,16 @@ class Outlet:
         if not self._links:
             return
         payload = self._refit.transport.publish(slot, nbytes) if nbytes else b""
-        bucket = Bucket(seq, slot, nbytes, chunks, payload)
+        self.give(Bucket(seq, slot, nbytes, chunks, payload))
 
-        def give() -> None:
-            self._given[seq] = _Given(slot, set(self._links))
-            self._slots.share(slot, len(self._links))
+    def give(self, bucket: Bucket) -> None:
+        """Tell every target of a bucket that is available."""
 
-        self._refit.watch.wake(give)
+        def enter() -> None:
+            self._given[bucket.seq] = _Given(bucket.slot, set(self._links))
+            self._slots.share(bucket.slot, len(self._links))
+
+        self._refit.watch.wake(enter)
         self._tell(bucket)
 
     def tell(self, message: Message) -> None:
@@ -101,11 +106,13 @@ class Outlet:
         return late.overdue(kind, phase=phase, waited_s=waited_s)
 
     def _tell(self, message: Message) -> None:
+        if self._refit.shelf is not None:
+            self._refit.shelf.said.append(message)
         for link in self._links:
             link.send(message)
 
     def _next_of(self, link: Link) -> Release | Complete | None:
-        return link.poll(Release, Complete, phase="waiting for the receivers")
+        return link.poll(*_ANSWERS, phase="waiting for the receivers")
 
     def _enter(self, link: Link, answer: Release | Complete) -> None:
         if isinstance(answer, Release):

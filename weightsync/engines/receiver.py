@@ -74,6 +74,8 @@ class BucketReceiver:
             self.received = account.close(event.dones)
             for link in self._sources.values():
                 link.send(Complete())
+            if self._refit.is_late:
+                await self._refit.waiter.run(self._await_last_words)
 
     def close(self) -> None:
         """End the inlet and wait for it, so that no transfer writes into a buffer any more.
@@ -92,6 +94,11 @@ class BucketReceiver:
     def is_running(self) -> bool:
         """Whether a transfer may still write into a buffer."""
         return self._inlet.is_running
+
+    def _await_last_words(self) -> None:
+        """Hear from every sender that its buckets stayed as they were until all of them were loaded."""
+        for link in self._sources.values():
+            link.receive(Complete, phase="waiting for the last word", timeout_s=self._refit.patience())
 
     @contextmanager
     def _located(self) -> Iterator[None]:

@@ -11,11 +11,18 @@ from functools import partial
 import torch
 
 from weightsync.control import Deadlines, Link, Watch
+from weightsync.engines.shelf import Shelf
 from weightsync.engines.stats import Stopwatch
 from weightsync.engines.telling import tell_all, tell_unmet
 from weightsync.engines.transport import BucketTransport
 from weightsync.engines.waiting import Budget, Waiter
-from weightsync.errors import IncompleteStreamError, LifecycleError, WeightSyncError
+from weightsync.errors import (
+    DeadlineError,
+    IncompleteStreamError,
+    LifecycleError,
+    ProtocolError,
+    WeightSyncError,
+)
 from weightsync.tensors import WeightManifest, digest_kind
 from weightsync.topology import RankId, Topology
 
@@ -40,6 +47,12 @@ class Refit:
     budget: Budget
     unmet: list[Link]
     """The links on which this refit has not been tried yet: their peers wait, and know nothing."""
+    is_late: bool = False
+    """Whether this rank asks for what its sources hold, in a refit of its own."""
+    shelf: Shelf | None = None
+    """Where a sending rank keeps what it sends; `None` if it does not."""
+    agreed: list[tuple[int, int | None]] = field(default_factory=list)
+    """Epoch and version of each peer that was met."""
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     _over: threading.Event = field(default_factory=threading.Event)
 
@@ -72,12 +85,20 @@ class Refit:
         self.unmet.remove(link)
         with self.stopwatch.phase("connect"):
             begin = partial(link.begin, epoch=self.epoch, version=self.version)
-            await self.waiter.run(begin, undo=link.end)
+            try:
+                self.agreed.append(await self.waiter.run(begin, undo=link.end))
+            except DeadlineError as error:
+                if not self.is_late:
+                    raise
+                why = "it may be in a refit, serve another latecomer, or have been prepared anew"
+                raise DeadlineError(f"{error.message}; {why}: try again", peer=link.peer) from error
 
     async def open(self, links: Sequence[Link], *, sending: bool) -> None:
         """Meet the peers that buckets come from or go to, then let the transport begin."""
         for link in links:
             await self.meet(link)
+        if self.is_late:
+            self._require_one_version()
 
         def check() -> None:
             if self._over.is_set():
@@ -95,6 +116,13 @@ class Refit:
                 self._over.set()
                 self.waiter.settle(_SETTLE_S)
                 raise
+
+    def _require_one_version(self) -> None:
+        if len(set(self.agreed)) > 1:
+            told = ", ".join(str(version) for _, version in self.agreed)
+            raise ProtocolError(
+                f"the policy ranks hold different versions ({told}): try again", phase="begin"
+            )
 
     def tell_unmet(self, error: BaseException) -> None:
         """Tell the peers that wait to be met that the refit has failed without them."""
@@ -131,4 +159,6 @@ class Refit:
         """Return what `CheckpointEngine.refit_stats` gives: counts, and ``seconds_<phase>``."""
         seconds = {f"seconds_{phase}": value for phase, value in self.stopwatch.seconds().items()}
         counts = {"bytes": moved.nbytes, "tensors": len(moved)} if moved else {"bytes": 0, "tensors": 0}
+        if self.is_late and self.agreed[0][1] is not None:
+            counts["version"] = self.agreed[0][1]
         return {**counts, "batches": batches, "bytes_moved": bytes_moved, **seconds}

@@ -125,6 +125,9 @@ class BucketSender:
 
     async def _open_bucket(self, seq: int) -> _OpenBucket:
         self._raise_failure()
+        if self._refit.shelf is not None:
+            self._refit.watch.wake(self._outlet.take_in)
+            return _OpenBucket(seq, self._refit.shelf.take(self._slots, self._buffers))
         slot = self._slots.take()
         if slot is None or slot in self._used:
             slot = await self._wait(partial(self._make_ready, slot))

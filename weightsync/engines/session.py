@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from weightsync.control import ControlHub, Link
+from weightsync.control import ControlHub, GuestLink, Link
 from weightsync.engines.metadata import WorkerMetadata
 from weightsync.engines.telling import tell_all
 from weightsync.errors import LifecycleError
@@ -25,15 +25,19 @@ class Session:
     Args:
         hub: the session owns it.
         own: what this worker tells its peers.
+        guests: the link for those that come later, if this worker takes any.
     """
 
-    def __init__(self, hub: ControlHub, own: WorkerMetadata) -> None:
+    def __init__(self, hub: ControlHub, own: WorkerMetadata, guests: GuestLink | None = None) -> None:
         self._hub = hub
         self.own = own
+        self.guests = guests
         self.watch = hub.watch()
         self._dropped: Counter[str] = Counter()
         self.who: RankId | None = None
         """Once joined."""
+        self.is_late = False
+        """Whether this worker has joined after the others, who know nothing of it."""
         self.topology: Topology | None = None
         """As for ``who``."""
         self.sources: dict[RankId, Link] = {}
@@ -55,6 +59,14 @@ class Session:
                 f"on every worker before a new process group"
             )
 
+    def join_late(self, who: RankId, topology: Topology, entries: Sequence[WorkerMetadata]) -> None:
+        """Make the links of a rank to those that know nothing of it; ``entries`` are the policy ranks'."""
+        for peer in topology.sources(who):
+            entry = entries[topology.index(peer)]
+            self.sources[peer] = self._hub.connect(entry.card(str(peer)), ticket=entry.guests)
+        self._refuse_guests()
+        self.who, self.topology, self.is_late = who, topology, True
+
     def join(self, who: RankId, topology: Topology, entries: Sequence[WorkerMetadata]) -> None:
         """Make the links of a rank; ``entries`` are all workers', policy ranks first."""
 
@@ -69,7 +81,14 @@ class Session:
                 self.step_links = [self._hub.accept(card(other)) for other in others]
             else:
                 self.step_links = [self._hub.connect(card(leader))]
+        else:
+            self._refuse_guests()
         self.who, self.topology = who, topology
+
+    def _refuse_guests(self) -> None:
+        """Close their link: only policy ranks have anything for them."""
+        if self.guests is not None:
+            self.guests.close()
 
     @property
     def links(self) -> list[Link]:
