@@ -328,7 +328,7 @@ def test_it_takes_the_common_settings_and_no_others():
     for wrong in ({"chunk": 1}, {"topology": "ring"}):
         with pytest.raises(ConfigurationError, match=str(next(iter(wrong)))):
             create_checkpoint_engine("naive", bucket_size_bytes=5, engine_kwargs=wrong)
-    assert set(NaiveCheckpointEngine.lacks) == {"processes", "hosts"}
+    assert set(NaiveCheckpointEngine.lacks) == {"processes", "hosts", "latecomers"}
 
 
 # Failures.

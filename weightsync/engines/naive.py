@@ -51,6 +51,7 @@ class NaiveCheckpointEngine(CheckpointEngine):
     lacks: ClassVar[dict[str, str]] = {
         "processes": "it hands tensors over within one process, which policy rank i and rollout rank i share",
         "hosts": "it hands tensors over within one process, and so on one host",
+        "latecomers": "the weights pass from policy to engine as they are made, and nobody keeps them",
     }
 
     def __init__(
