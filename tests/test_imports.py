@@ -54,6 +54,7 @@ RANKS = {
     "weightsync.report": 7,
     "weightsync.progress": 7,
     "weightsync.synchronizer": 7,
+    "weightsync.benchmarking": 8,
     "weightsync.verification": 8,
     "weightsync.cli": 9,
     "weightsync.__main__": 9,
@@ -62,6 +63,7 @@ DRIVER = 7
 # These wrap a package, so importing them may import it.
 ADAPTERS = (
     "weightsync.cluster.ray",
+    "weightsync.benchmarking",
     "weightsync.verification",
     "weightsync.rollout.vllm",
     "weightsync.testing",

@@ -36,6 +36,11 @@ COMMANDS = {
         "verify",
         "Refit a vLLM worker and compare it with one started from a checkpoint.",
     ),
+    "bench": Command(
+        "weightsync.cli.bench",
+        "bench",
+        "Measure every transport against one plain copy through shared memory.",
+    ),
     "doctor": Command(
         "weightsync.cli.doctor",
         "doctor",

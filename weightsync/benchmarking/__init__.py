@@ -1,0 +1,1 @@
+"""What `weightsync bench` does: every transport against one plain copy, on one model's shapes, in one run."""

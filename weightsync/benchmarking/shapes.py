@@ -1,0 +1,118 @@
+"""The benchmark's model: Qwen3-0.6B's shapes, and the policy's parameters in memory that processes share."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import torch
+
+from weightsync.buckets import align_up
+from weightsync.errors import ConfigurationError
+
+LAYERS = 28
+HIDDEN, INTERMEDIATE, VOCABULARY, HEADS, KV_HEADS, HEAD_DIM = 1024, 3072, 151936, 16, 8, 128
+DTYPE = torch.bfloat16
+
+_BLOCK_BYTES = 16 << 20
+_BELOW_TWO = 0xBFFF_BFFF_BFFF_BFFF
+"""Takes the highest exponent bit of four bf16 values away: no infinities, no NaNs, all below 2."""
+
+Parameters = dict[str, torch.Tensor]
+
+
+def parameter_shapes(layers: int) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of Qwen3-0.6B with ``layers`` of its 28 layers; embeddings are tied.
+
+    Raises:
+        ConfigurationError: ``layers`` is not 1 to 28.
+    """
+    if not 1 <= layers <= LAYERS:
+        raise ConfigurationError(f"Qwen3-0.6B has {LAYERS} layers, got layers={layers}")
+    each = {
+        "input_layernorm.weight": (HIDDEN,),
+        "mlp.down_proj.weight": (HIDDEN, INTERMEDIATE),
+        "mlp.gate_proj.weight": (INTERMEDIATE, HIDDEN),
+        "mlp.up_proj.weight": (INTERMEDIATE, HIDDEN),
+        "post_attention_layernorm.weight": (HIDDEN,),
+        "self_attn.k_norm.weight": (HEAD_DIM,),
+        "self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+        "self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
+        "self_attn.q_norm.weight": (HEAD_DIM,),
+        "self_attn.q_proj.weight": (HEADS * HEAD_DIM, HIDDEN),
+        "self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+    }
+    blocks = {
+        f"model.layers.{layer}.{name}": shape for layer in range(layers) for name, shape in each.items()
+    }
+    embeddings = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
+    return {**embeddings, **blocks, "model.norm.weight": (HIDDEN,)}
+
+
+def model_bytes(layers: int) -> int:
+    """Return the bytes of all parameters."""
+    return sum(prod(shape) for shape in parameter_shapes(layers).values()) * DTYPE.itemsize
+
+
+def new_parameters(layers: int) -> Parameters:
+    """Return parameters of a process's own, each in memory of its own, every page touched."""
+    return {name: torch.zeros(shape, dtype=DTYPE) for name, shape in parameter_shapes(layers).items()}
+
+
+@dataclass(frozen=True)
+class ModelHandle:
+    """From what another process of this machine finds the policy's parameters, while their owner lives."""
+
+    path: str
+    layers: int
+
+    def attach(self) -> Parameters:
+        """Map the parameters and touch every page; they stay mapped while a tensor of them lives."""
+        fd = os.open(self.path, os.O_RDWR)
+        try:
+            memory = mmap.mmap(fd, os.fstat(fd).st_size)
+        finally:
+            os.close(fd)
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        whole.view(torch.int64).sum()
+        return {
+            name: whole[start : start + prod(shape) * DTYPE.itemsize].view(DTYPE).view(shape)
+            for name, shape, start in _places(self.layers)
+        }
+
+
+class SharedModel:
+    """Owner of the policy's parameters: random values in memory that goes away with its last process.
+
+    Args:
+        layers: of Qwen3-0.6B's 28.
+        seed: of the values.
+    """
+
+    def __init__(self, layers: int, seed: int = 0) -> None:
+        *_, (_, shape, start) = _places(layers)
+        size = align_up(start + prod(shape) * DTYPE.itemsize, mmap.PAGESIZE)
+        self._fd = os.memfd_create("weightsync-bench", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, size)
+        self.handle = ModelHandle(f"/proc/{os.getpid()}/fd/{self._fd}", layers)
+        random = np.random.Generator(np.random.SFC64(seed))
+        for offset in range(0, size, _BLOCK_BYTES):
+            words = min(_BLOCK_BYTES, size - offset) // 8
+            block = random.integers(0, 1 << 64, words, dtype=np.uint64)
+            os.pwrite(self._fd, (block & np.uint64(_BELOW_TWO)).data, offset)
+
+    def close(self) -> None:
+        """Give the memory back, once nobody has it mapped any more."""
+        os.close(self._fd)
+
+
+def _places(layers: int) -> Iterator[tuple[str, tuple[int, ...], int]]:
+    """Yield each parameter's name, shape and first byte."""
+    start = 0
+    for name, shape in parameter_shapes(layers).items():
+        yield name, shape, start
+        start = align_up(start + prod(shape) * DTYPE.itemsize)

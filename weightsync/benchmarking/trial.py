@@ -1,0 +1,203 @@
+"""One thing to measure, and how it is measured: in turns with one plain copy by the same processes."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+from weightsync.benchmarking.crew import Crew, spanned
+from weightsync.benchmarking.shapes import ModelHandle, model_bytes
+from weightsync.benchmarking.workers import Stretch
+from weightsync.errors import DigestError, MissingDependencyError, WeightSyncError
+
+MIB = 1 << 20
+WARM_UPS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSettings:
+    """What a run measures, and on what."""
+
+    layers: int
+    policy_ranks: int
+    rollout_ranks: int
+    repeats: int
+    bucket_mib: int
+    verify: str
+    """``"full"`` or ``"off"``: digests of every chunk in weightsync's own transports."""
+    threads: int
+    """Of torch, in each process."""
+    topology: str = ""
+    """The only one of the transports that name none; empty means all that fit."""
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of a transfer buffer."""
+        return self.bucket_mib * MIB
+
+
+class Trial(ABC):
+    """One way to bring the policy's parameters to the served ones."""
+
+    kind: str
+    """``"transport"`` or ``"baseline"``."""
+    name: str
+    topology: str = ""
+    required: bool = False
+    """Whether it was asked for by name, so that not being able to run is a failure."""
+
+    @abstractmethod
+    def crew(self, model: ModelHandle) -> AbstractContextManager[Crew]:
+        """Return the processes that it takes."""
+
+    def begin(self, crew: Crew) -> None:  # noqa: B027 - optional
+        """Connect; not timed."""
+
+    @abstractmethod
+    def refit(self, crew: Crew, number: int) -> list[Stretch]:
+        """Bring everything over once; returns every rank's part of it."""
+
+    def end(self, crew: Crew) -> None:  # noqa: B027 - optional
+        """Disconnect; not timed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What was measured of one trial; with ``unavailable`` or ``error``, why nothing was."""
+
+    kind: str
+    name: str
+    topology: str = ""
+    unavailable: str = ""
+    error: str = ""
+    bytes: int = 0
+    """Of the model; each rollout rank receives so many."""
+    copies: list[float] = field(default_factory=list)
+    """Seconds of the plain copies, each made right before the refit of the same place in ``refits``."""
+    refits: list[float] = field(default_factory=list)
+    phases: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Seconds by side and phase, medians; of several ranks, the slowest one's."""
+    extra_bytes: int = 0
+    """Peak memory of all processes above what they had before."""
+
+    @property
+    def title(self) -> str:
+        """Name and topology."""
+        return f"{self.name} {self.topology}".strip()
+
+    @property
+    def ratios(self) -> list[float]:
+        """Speed relative to the plain copy: 1.0 is as fast."""
+        return [copy / refit for copy, refit in zip(self.copies, self.refits, strict=True)]
+
+    @property
+    def ratio(self) -> float:
+        """Median of `ratios`."""
+        return median(self.ratios)
+
+    @property
+    def seconds(self) -> float:
+        """Median of a refit."""
+        return median(self.refits)
+
+    @property
+    def gb_per_s(self) -> float:
+        """Bytes of the model by second of a refit."""
+        return self.bytes / self.seconds / 1e9
+
+    @property
+    def ran(self) -> bool:
+        """Whether there are figures."""
+        return bool(self.refits)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, the derived figures included."""
+        found = asdict(self)
+        if self.ran:
+            found |= {"seconds": self.seconds, "gb_per_s": self.gb_per_s}
+            found |= {"ratio": self.ratio, "ratios": self.ratios}
+        return found
+
+
+def measure(
+    trial: Trial, model: ModelHandle, settings: BenchSettings, tell: Callable[[str], None]
+) -> Measurement:
+    """Measure one trial; a failure is part of the answer, never raised."""
+    name: dict[str, Any] = {"kind": trial.kind, "name": trial.name, "topology": trial.topology}
+    try:
+        return Measurement(
+            **name, bytes=model_bytes(settings.layers), **_measure(trial, model, settings, tell)
+        )
+    except MissingDependencyError as error:
+        return absent(trial, error.message)
+    except Exception as error:  # noqa: BLE001 - one transport's failure must not take the others' figures
+        text = str(error) if isinstance(error, WeightSyncError) else repr(error)
+        return Measurement(**name, error=f"{type(error).__name__}: {text}")
+
+
+def absent(trial: Trial, reason: str) -> Measurement:
+    """Return the measurement of a trial that cannot run here."""
+    return Measurement(
+        kind=trial.kind,
+        name=trial.name,
+        topology=trial.topology,
+        unavailable="" if trial.required else reason,
+        error=reason if trial.required else "",
+    )
+
+
+def _measure(
+    trial: Trial, model: ModelHandle, settings: BenchSettings, tell: Callable[[str], None]
+) -> dict[str, Any]:
+    copies: list[float] = []
+    refits: list[list[Stretch]] = []
+    with trial.crew(model) as crew:
+        crew.copy()  # so that every page is there
+        crew.mark()
+        trial.begin(crew)
+        for number in range(1, WARM_UPS + settings.repeats + 1):
+            crew.wipe()
+            copies.append(crew.copy())
+            crew.wipe()
+            started = time.perf_counter()
+            refits.append(trial.refit(crew, number))
+            tell(f"refit {number} of {WARM_UPS + settings.repeats}, {time.perf_counter() - started:.2f} s")
+            _require_arrival(crew, number)
+        extra = crew.extra_memory()
+        trial.end(crew)
+    kept = refits[WARM_UPS:]
+    return {
+        "copies": copies[WARM_UPS:],
+        "refits": [spanned(each) for each in kept],
+        "phases": _phases(kept),
+        "extra_bytes": extra,
+    }
+
+
+def _require_arrival(crew: Crew, number: int) -> None:
+    wrong = crew.wrong_ranks()
+    if wrong:
+        raise DigestError(
+            f"after refit {number}, rollout rank {wrong[0]} serves other bytes than the policy has"
+        )
+
+
+def _phases(refits: Iterable[list[Stretch]]) -> dict[str, dict[str, float]]:
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for stretches in refits:
+        slowest: dict[tuple[str, str], float] = defaultdict(float)
+        for each in stretches:
+            for phase, seconds in each.phases.items():
+                slowest[each.side, phase] = max(slowest[each.side, phase], seconds)
+        for key, seconds in slowest.items():
+            found[key].append(seconds)
+    phases: dict[str, dict[str, float]] = defaultdict(dict)
+    for (side, phase), values in found.items():
+        phases[side][phase] = median(values)
+    return dict(phases)

@@ -1,0 +1,183 @@
+"""What a benchmark process does: hold the parameters, copy, check, and take part in one kind of refit."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+from weightsync.benchmarking.memory import MemoryMark, MemoryUse, mark_memory, memory_since
+from weightsync.benchmarking.shapes import ModelHandle, Parameters, new_parameters
+from weightsync.engines.base import CheckpointEngine
+from weightsync.engines.registry import create_checkpoint_engine
+from weightsync.tensors import TensorSpec, WeightManifest, WeightStream, flat_bytes
+
+_STEP = "seconds_"
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """When a rank's part of something began and ended, on this machine's monotonic clock, and its phases."""
+
+    side: str
+    start: float
+    end: float
+    phases: dict[str, float]
+
+
+class Holder:
+    """The parameters of one process: the policy's, which all share, and those that it serves, its own.
+
+    Args:
+        model: where the policy's parameters are.
+        sides: ``"policy"``, ``"rollout"`` or both.
+        threads: of torch.
+    """
+
+    def __init__(self, model: ModelHandle, sides: tuple[str, ...], threads: int) -> None:
+        torch.set_num_threads(threads)
+        # The machine's own name may not resolve, and all processes are on it.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        self.policy = model.attach()
+        self.served: Parameters = new_parameters(model.layers) if "rollout" in sides else {}
+        self._mark: MemoryMark | None = None
+
+    def copy(self) -> Stretch:
+        """Copy the policy's parameters into those served here, tensor by tensor: the limit."""
+        start = time.perf_counter()
+        for name, tensor in self.served.items():
+            tensor.copy_(self.policy[name])
+        return Stretch("rollout", start, time.perf_counter(), {})
+
+    def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Copy what came into the served parameters."""
+        for name, tensor in weights:
+            self.served[name].copy_(tensor)
+
+    def wipe(self) -> None:
+        """Overwrite what is served, so that nothing can be taken for having arrived."""
+        for tensor in self.served.values():
+            tensor.zero_()
+
+    def policy_digest(self) -> str:
+        """Return a digest of every name and byte of the policy's parameters."""
+        return _digest(self.policy)
+
+    def served_digest(self) -> str:
+        """Return the same of the served ones."""
+        return _digest(self.served)
+
+    def mark(self) -> None:
+        """Count extra memory from here."""
+        self._mark = mark_memory()
+
+    def memory(self) -> MemoryUse:
+        """Return the extra memory since `mark`."""
+        return memory_since(self._mark) if self._mark is not None else MemoryUse(0, {})
+
+
+class EngineWorker(Holder):
+    """Takes part in refits through a checkpoint engine for each side that is in this process."""
+
+    def make(self, backend: str, bucket_bytes: int, settings: dict[str, Any], sides: tuple[str, ...]) -> Any:
+        """Make and prepare the engines; returns each one's metadata."""
+        self._engines: dict[str, CheckpointEngine] = {
+            side: create_checkpoint_engine(backend, bucket_size_bytes=bucket_bytes, engine_kwargs=settings)
+            for side in sides
+        }
+        return {side: engine.prepare() for side, engine in self._engines.items()}
+
+    def join(self, rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]) -> None:
+        """Connect each engine, as rank ``rank`` of its side."""
+        worlds: dict[str, Any] = {
+            "train_world_size": train_world_size,
+            "rollout_world_size": rollout_world_size,
+            "metadata": metadata,
+        }
+        for side, engine in self._engines.items():
+            if side == "policy":
+                engine.init_policy_process_group(worker_rank=rank, **worlds)
+            else:
+                engine.init_rollout_process_group(rollout_rank=rank, **worlds)
+
+    def open(self, epoch: int) -> None:
+        """Name the next refit."""
+        for engine in self._engines.values():
+            engine.open_refit(epoch=epoch, version=epoch)
+
+    def refit(self) -> list[Stretch]:
+        """Send or receive, or both at once where both sides are here."""
+        done: list[Stretch | BaseException] = []
+
+        def run(side: str) -> None:
+            try:
+                done.append(self._send() if side == "policy" else self._receive())
+            except BaseException as error:  # noqa: BLE001 - raised again below
+                done.append(error)
+
+        others = [threading.Thread(target=run, args=(side,)) for side in list(self._engines)[1:]]
+        for thread in others:
+            thread.start()
+        run(next(iter(self._engines)))
+        for thread in others:
+            thread.join()
+        for each in done:
+            if isinstance(each, BaseException):
+                raise each
+        return [each for each in done if isinstance(each, Stretch)]
+
+    def finish(self) -> None:
+        """Finalize after a refit."""
+        for engine in self._engines.values():
+            engine.finalize()
+
+    def close(self) -> None:
+        """Close the engines."""
+        for engine in self._engines.values():
+            engine.close()
+
+    def _send(self) -> Stretch:
+        engine = self._engines["policy"]
+        manifest = WeightManifest.build(TensorSpec.of(name, tensor) for name, tensor in self.policy.items())
+        start = time.perf_counter()
+        asyncio.run(engine.send_weights(WeightStream(manifest, self.policy.items())))
+        return Stretch("policy", start, time.perf_counter(), _phases(engine))
+
+    def _receive(self) -> Stretch:
+        engine, loading = self._engines["rollout"], 0.0
+
+        async def receive() -> None:
+            nonlocal loading
+            async for batch in engine.receive_weight_batches():
+                begun = time.perf_counter()
+                self.load(iter(batch))
+                loading += time.perf_counter() - begun
+                del batch
+
+        start = time.perf_counter()
+        asyncio.run(receive())
+        return Stretch("rollout", start, time.perf_counter(), {**_phases(engine), "load": loading})
+
+
+def _phases(engine: CheckpointEngine) -> dict[str, float]:
+    stats = engine.refit_stats()
+    return {
+        name.removeprefix(_STEP): value
+        for name, value in stats.items()
+        if name.startswith(_STEP) and name != f"{_STEP}total"
+    }
+
+
+def _digest(parameters: Parameters) -> str:
+    digest = xxhash.xxh3_128()
+    for name, tensor in parameters.items():
+        digest.update(name.encode())
+        digest.update(flat_bytes(tensor).numpy().data)
+    return digest.hexdigest()
