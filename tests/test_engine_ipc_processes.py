@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
 
 import psutil
 import pytest
+import torch
 
-from weightsync.testing.crew import ProcessCrew, Setup
+from weightsync.testing.crew import ProcessCrew, Setup, ThreadCrew
 from weightsync.testing.oracle import check
 from weightsync.testing.ranks import ProcessRank, preload
 from weightsync.testing.suite import Suite
@@ -25,9 +27,12 @@ SETTINGS = {
 }  # fmt: skip
 
 
+def setup_of(topology: str, **settings) -> Setup:
+    return Setup("ipc", {**SETTINGS, "topology": topology, **settings}, MIB, bound_s=20.0, step_s=10.0)
+
+
 def crew_of(world: tuple[int, int], topology: str, **settings) -> ProcessCrew:
-    settings = {**SETTINGS, "topology": topology, **settings}
-    return ProcessCrew(world, Setup("ipc", settings, MIB, bound_s=20.0, step_s=10.0))
+    return ProcessCrew(world, setup_of(topology, **settings))
 
 
 @pytest.fixture(autouse=True)
@@ -120,3 +125,26 @@ def test_memory_is_given_back_after_each_refit_where_that_is_configured():
             crew.all("finalize")
             assert [figures(rank)["mapped"] for rank in crew.ranks] == [0, 0, 0]
             crew.join()
+
+
+# Whoever keeps tensors for longer than it may.
+
+
+def test_released_buckets_are_poisoned_for_all_and_by_the_sender_alone():
+    """A receiver that is done early must not spoil what another one still loads; late readers find NaN."""
+    with ThreadCrew((1, 2), setup_of("star", poison_released=True)) as crew:
+        crew.join()
+        crew.works(Plan("plain", seed=1), {("rollout", 0): Plan("plain", seed=1, pace_s=0.05)})
+        kept: list[torch.Tensor] = []
+        engines = [crew.policy[0].engine, *(rank.engine for rank in crew.rollout)]
+
+        async def keep(engine):
+            async for batch in engine.receive_weight_batches():
+                kept.extend(tensor for _, tensor in batch)
+
+        async def refit():
+            weights = ((f"layer.{i}", torch.full((100_000,), i, dtype=torch.uint8)) for i in range(3))
+            await asyncio.gather(engines[0].send_weights(weights), *map(keep, engines[1:]))
+
+        asyncio.run(asyncio.wait_for(refit(), 20))
+        assert [tensor.unique().tolist() for tensor in kept] == [[0xFF]] * 6

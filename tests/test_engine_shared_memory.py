@@ -108,6 +108,15 @@ def test_kernels_that_do_not_know_the_seal_against_execution(monkeypatch):
     block.free()
 
 
+def test_no_descriptor_for_a_block_is_an_error_that_says_so(monkeypatch):
+    def create(*_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(shared_memory.os, "memfd_create", create)
+    with pytest.raises(TransportError, match="cannot make shared memory .* Too many open files"):
+        SharedBlock(64)
+
+
 def test_a_reader_s_writes_stay_with_it_and_are_gone_at_the_next_read(block):
     block.tensor.fill_(1)
     reader, other = mapped(block.address), mapped(block.address)

@@ -184,14 +184,20 @@ class BucketSender:
         transport = self._refit.transport
         if slot in self._used:
             transport.settle(slot, timeout_s=self._refit.patience(), check=self._outlet.check)
-            if self._refit.poison_released and transport.in_place:
-                # No receiver may do it: others still read the same memory.
-                overwrite(self._buffers[slot], POISON)
+            self._poison(slot)
         return slot
 
     def _await_finish(self) -> None:
         while not self._outlet.is_finished:
             self._await_answer("waiting for the receivers to finish")
+        if self._refit.shelf is None:
+            for slot in self._used:
+                self._poison(slot)
+
+    def _poison(self, slot: int) -> None:
+        """Overwrite a buffer that all receivers have released, none of which may: others still read it."""
+        if self._refit.poison_released and self._refit.transport.in_place:
+            overwrite(self._buffers[slot], POISON)
 
     def _await_answer(self, phase: str) -> None:
         started, timeout_s = time.monotonic(), self._refit.patience()

@@ -188,12 +188,16 @@ def _name(token: str) -> str:
 
 
 def _create(name: str) -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
-        return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | _NOEXEC_SEAL)
+        try:
+            return os.memfd_create(name, flags | _NOEXEC_SEAL)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+        return os.memfd_create(name, flags)  # a kernel before 6.3
     except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-    return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)  # a kernel before 6.3
+        raise TransportError(f"cannot make shared memory for a transfer buffer: {error}") from error
 
 
 def _open(address: Address, home: Home, owner: str) -> int:
