@@ -20,9 +20,15 @@ PUBLIC = {
         "split_weight_chunks",
         "unpack_bucket",
     },
-    "weightsync.cluster.base": {"PendingCall", "RolloutGroup", "WorkerGroup", "lost_outcome"},
-    "weightsync.cluster.local": {"LocalPolicyGroup", "LocalRolloutGroup"},
-    "weightsync.cluster.ray": {"RayPolicyGroup", "RayRolloutGroup"},
+    "weightsync.cluster.base": {
+        "ColocatedGroup",
+        "PendingCall",
+        "RolloutGroup",
+        "WorkerGroup",
+        "lost_outcome",
+    },
+    "weightsync.cluster.local": {"LocalPolicyGroup", "LocalRolloutGroup", "local_colocated_groups"},
+    "weightsync.cluster.ray": {"RayPolicyGroup", "RayRolloutGroup", "ray_colocated_groups"},
     "weightsync.config": {
         "NixlRefitConfig",
         "PluginRefitConfig",
@@ -43,6 +49,7 @@ PUBLIC = {
     "weightsync.engines.transport": {"BucketTransport"},
     "weightsync.policy": {
         "AsyncPolicyCheckpointEngineMixin",
+        "ColocatedWorkerMixin",
         "DtypePolicy",
         "PolicyCheckpointEngineMixin",
         "fsdp_weights",
