@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from weightsync.errors import ConfigurationError
@@ -44,7 +44,8 @@ class Topology:
         name: one of `TOPOLOGIES`.
         train_world_size: number of policy workers.
         rollout_world_size: number of rollout workers, over all engines.
-        edges: every connection, senders' ranks in order. Each rollout rank is at the end of at least one.
+        edges: every connection, senders' ranks in order. Each rollout rank that takes part is at the end of at
+            least one.
         owners: number of shares that the stream is cut into. With 1, every policy rank that sends sends all
             of it; with more, policy rank *i* sends share *i* to each rollout rank.
         reason: why `AUTO` chose it; else empty.
@@ -67,8 +68,20 @@ class Topology:
         object.__setattr__(self, "_sources", dict(sources))
         object.__setattr__(self, "_targets", dict(targets))
 
+    def among(self, receivers: Sequence[int], rollout_world_size: int) -> Topology:
+        """Return the same connections with some rollout ranks of a larger world in place of all of this one.
+
+        Args:
+            receivers: the rollout ranks that take part, as many as this topology has, in order.
+            rollout_world_size: of the larger world.
+        """
+        edges = tuple(
+            (_renamed(sender, receivers), _renamed(receiver, receivers)) for sender, receiver in self.edges
+        )
+        return replace(self, rollout_world_size=rollout_world_size, edges=edges)
+
     def sources(self, who: RankId) -> tuple[RankId, ...]:
-        """Return the ranks that ``who`` receives from; none for a policy rank."""
+        """Return the ranks that ``who`` receives from; none for one that takes no part."""
         self.require_rank(who)
         return tuple(self._sources.get(who, ()))
 
@@ -186,6 +199,10 @@ def _choice(allowed: Sequence[str], train: int, rollout: int) -> tuple[str, str]
         f"none of {', '.join(allowed)} fits {train} policy and {rollout} rollout workers: "
         "add policy workers or use fewer rollout workers"
     )
+
+
+def _renamed(who: RankId, receivers: Sequence[int]) -> RankId:
+    return who if who.side == "policy" else RankId(who.side, receivers[who.rank])
 
 
 def _policy(rank: int) -> RankId:

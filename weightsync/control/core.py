@@ -9,10 +9,11 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from weightsync.control.cards import Card
+from weightsync.control.cards import Card, require_name
 from weightsync.control.deadlines import Deadlines
 from weightsync.control.frames import Frame, Header, encode_header, encode_message
 from weightsync.control.messages import Abort, Bye, Heartbeat, Hello, Message, Ready, Welcome
@@ -66,6 +67,11 @@ class LinkCore(ABC):
     def peer(self) -> str:
         """The peer's name."""
         return self._card.name
+
+    def rename(self, name: str) -> None:
+        """Call the peer by another name from now on."""
+        require_name(name)
+        self._card = replace(self._card, name=name)
 
     @property
     def card(self) -> Card:

@@ -7,11 +7,12 @@ them have defaults that do nothing, so a plugin that knows only the abstract one
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 
+from weightsync.errors import ConfigurationError
 from weightsync.errors import ConfigurationError
 from weightsync.tensors import WeightManifest
 
@@ -110,8 +111,37 @@ class CheckpointEngine(ABC):
         """Return why this engine, as it is configured, cannot connect so many workers; `None` if it can."""
         return None
 
-    def open_refit(self, *, epoch: int, version: int) -> None:  # noqa: B027 - an optional hook
-        """Learn which refit comes next: ``epoch`` counts attempts, ``version`` names the weights."""
+    def open_refit(self, *, epoch: int, version: int, receivers: Sequence[int] | None = None) -> None:
+        """Learn which refit comes next.
+
+        Args:
+            epoch: counts attempts.
+            version: names the weights.
+            receivers: the rollout ranks that take part; `None` means all.
+
+        Raises:
+            ConfigurationError: only some are to take part, and this engine has no such refits.
+        """
+        if receivers is not None:
+            raise ConfigurationError(f"{type(self).__name__} refits all rollout ranks, or none")
+
+    def update_process_group(
+        self, *, rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
+    ) -> None:
+        """Learn of other peers, after this worker has joined; what concerns the same ones is kept.
+
+        Args:
+            rank: of this worker from now on, on its side.
+            train_world_size: as for `init_policy_process_group`, and so the others.
+            rollout_world_size: see there.
+            metadata: see there; entries of workers that were there before are as they were.
+
+        Raises:
+            ConfigurationError: this engine cannot; prepare all of them anew instead.
+        """
+        raise ConfigurationError(
+            f"{type(self).__name__} cannot change its process group: finalize, prepare and join on all workers"
+        )
 
     def abort_refit(self, error: BaseException) -> None:  # noqa: B027 - an optional hook
         """Tell the peers that this side failed. Called by the worker when loading or sending raised."""

@@ -7,7 +7,7 @@ Here are the life of an engine and of a refit, and their clean-up; `session` hol
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
 from functools import partial
 from typing import Any, ClassVar
@@ -103,6 +103,7 @@ class BucketedCheckpointEngine(CheckpointEngine):
         self._session: Session | None = None
         self._waiter = Waiter()
         self._next: tuple[int | None, int | None] = (None, None)
+        self._receivers: tuple[int, ...] | None = None
         self._calls = CallLock()
         self._closed = False
         self._stats: dict[str, float] = {}
@@ -168,7 +169,7 @@ class BucketedCheckpointEngine(CheckpointEngine):
         """
         with self._calls.hold("init_policy_process_group"):
             topology = self._topology_of(train_world_size, rollout_world_size)
-            self._join(RankId("policy", worker_rank), topology, metadata)
+            self._join_first(RankId("policy", worker_rank), topology, metadata)
 
     def init_rollout_process_group(
         self, *, rollout_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
@@ -182,12 +183,37 @@ class BucketedCheckpointEngine(CheckpointEngine):
         """
         with self._calls.hold("init_rollout_process_group"):
             topology = self._topology_of(train_world_size, rollout_world_size)
-            self._join(RankId("rollout", rollout_rank), topology, metadata)
+            self._join_first(RankId("rollout", rollout_rank), topology, metadata)
+
+    def update_process_group(
+        self, *, rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
+    ) -> None:
+        """Take another rank among other peers; links and connections to the same peers are kept.
+
+        Raises:
+            ConfigurationError: the topology does not fit the world sizes, or the metadata are not this
+                engine's.
+            LifecycleError: the engine has not joined a process group, or a refit is running.
+        """
+        with self._calls.hold("update_process_group"):
+            session, _ = self._prepared()
+            if session.who is None or session.is_late:
+                raise LifecycleError("update_process_group: this engine has not joined a process group")
+            topology = self._topology_of(train_world_size, rollout_world_size)
+            self._join(RankId(session.who.side, rank), topology, metadata)
 
     # One refit.
 
-    def open_refit(self, *, epoch: int, version: int) -> None:
-        """Name the next refit; peers that name another are not answered."""
+    def open_refit(self, *, epoch: int, version: int, receivers: Sequence[int] | None = None) -> None:
+        """Name the next refit; peers that name another are not answered.
+
+        Raises:
+            ConfigurationError: the topology does not fit so many receivers.
+            LifecycleError: the receivers are others than last time, and a refit is running.
+        """
+        session = self._session
+        if session is not None and session.who is not None and not session.is_late:
+            self._choose(session, session.who, None if receivers is None else tuple(receivers))
         self._next = (epoch, version)
 
     async def send_weights(self, weights: Weights) -> None:
@@ -374,26 +400,65 @@ class BucketedCheckpointEngine(CheckpointEngine):
             train_world_size=train_world_size, rollout_world_size=rollout_world_size, fan_out=self.fan_out
         )
 
+    def _join_first(
+        self, who: RankId, topology: Topology, metadata: list[Any], *, late: bool = False
+    ) -> None:
+        session, _ = self._prepared()
+        session.require_unjoined()
+        self._join(who, topology, metadata, late=late)
+
     def _join(self, who: RankId, topology: Topology, metadata: list[Any], *, late: bool = False) -> None:
         """Join a process group whole or not at all: after a failure the engine is to be prepared again.
 
         Late means that the others have joined long before; ``metadata`` are the policy ranks' then.
         """
         topology.require_rank(who)
-        session, transport = self._prepared()
-        session.require_unjoined()
+        session, _ = self._prepared()
         entries = read_metadata(
             metadata,
             expected=topology.train_world_size + (0 if late else topology.rollout_world_size),
             own_index=None if late else topology.index(who),
             own=session.own,
         )
+        everyone = tuple(range(topology.rollout_world_size))
+        self._take_place(who, topology, entries, everyone, late=late)
+
+    def _choose(self, session: Session, who: RankId, receivers: tuple[int, ...] | None) -> None:
+        """Let some rollout ranks take part in the next refit, or all of them."""
+        if receivers == self._receivers:
+            return
+        with self._calls.hold("open_refit"):
+            train = session.train_world_size
+            world = len(session.entries) - train
+            chosen = tuple(range(world)) if receivers is None else receivers
+            if not set(chosen) <= set(range(world)) or list(chosen) != sorted(set(chosen)):
+                raise ConfigurationError(f"receivers must be rollout ranks below {world}, in order: {chosen}")
+            topology = self._topology_of(train, len(chosen)).among(chosen, world)
+            self._take_place(who, topology, session.entries, chosen)
+            self._receivers = receivers
+
+    def _take_place(
+        self,
+        who: RankId,
+        topology: Topology,
+        entries: Sequence[WorkerMetadata],
+        receivers: tuple[int, ...],
+        *,
+        late: bool = False,
+    ) -> None:
+        session, transport = self._prepared()
 
         def peers(ranks: tuple[RankId, ...]) -> tuple[Peer, ...]:
             return tuple(Peer(rank, entries[topology.index(rank)].transport) for rank in ranks)
 
-        sources, targets = peers(topology.sources(who)), peers(topology.targets(who))
-        place = Place(who, topology.train_world_size, topology.rollout_world_size, sources, targets)
+        place = Place(
+            who=who,
+            train_world_size=topology.train_world_size,
+            rollout_world_size=topology.rollout_world_size,
+            receivers=receivers,
+            sources=peers(topology.sources(who)),
+            targets=peers(topology.targets(who)),
+        )
         try:
             transport.connect(place)
             join = session.join_late if late else session.join
@@ -401,3 +466,4 @@ class BucketedCheckpointEngine(CheckpointEngine):
         except BaseException:
             self._close_session()
             raise
+        self._receivers = None

@@ -13,6 +13,7 @@ import socket
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -94,7 +95,10 @@ class CollectiveTransport(BucketTransport):
         self._listener: socket.socket | None = None
         self._session = ""
         self._seat: _Seat | None = None
+        self._served: tuple[Store, int] | None = None
+        """The store that this worker serves as policy rank 0, and its port."""
         self._store: Store | None = None
+        """What the seat's group agrees in."""
         self._group: Group | None = None
         self._is_broken = False
 
@@ -123,19 +127,27 @@ class CollectiveTransport(BucketTransport):
             ConfigurationError: a peer uses another library, or its description is damaged.
             LifecycleError: `describe` was not called.
         """
-        listener, self._listener = self._listener, None
-        if listener is None:
+        if not self._session:
             raise LifecycleError("the transport has not been described: call prepare() first")
-        with listener:
+        listener, self._listener = self._listener, None
+        with listener or nullcontext():
             for peer in (*place.sources, *place.targets):
                 self._require_alike(peer.who, peer.transport)
-            size = place.rollout_world_size + 1
+            # Other ranks than last time make another group, and agree on it in a place of their own.
+            self._drop_group()
+            self._seat = self._store = None
+            among = ".".join(map(str, place.taking_part))
+            size = len(place.taking_part) + 1
             if place.targets:
-                port = listener.getsockname()[1]
-                self._store = self._prefixed(host_store(listener, self._hosts[0], timeout_s=_STORE_S))
-                self._seat = _Seat(ROOT, size, self._session, self._hosts[1], port)
+                if listener is not None:
+                    port = listener.getsockname()[1]
+                    self._served = host_store(listener, self._hosts[0], timeout_s=_STORE_S), port
+                store, port = self._require_served()
+                self._seat = _Seat(ROOT, size, f"{self._session}/{among}", self._hosts[1], port)
+                self._store = self._prefixed(store)
             elif place.sources:
-                self._seat = _seat_beside(place.sources[0].transport, place.who.rank + 1, size)
+                seat = place.taking_part.index(place.who.rank) + 1
+                self._seat = _seat_beside(place.sources[0].transport, seat, size, among)
 
     def open(self, *, sending: bool, timeout_s: float, check: Check) -> None:
         """Agree with all other ranks on a group, and form it if none that all of them hold is whole.
@@ -206,7 +218,7 @@ class CollectiveTransport(BucketTransport):
     def disconnect(self) -> None:
         """Leave the group and its store."""
         self._drop_group()
-        self._seat, self._store = None, None
+        self._session, self._seat, self._served, self._store = "", None, None, None
         listener, self._listener = self._listener, None
         if listener is not None:
             listener.close()
@@ -302,6 +314,11 @@ class CollectiveTransport(BucketTransport):
             raise LifecycleError("this worker is in no group: join the process group first")
         return self._seat
 
+    def _require_served(self) -> tuple[Store, int]:
+        if self._served is None:
+            raise LifecycleError("this worker serves no store: call prepare() again")
+        return self._served
+
     def _require_alike(self, who: RankId, said: dict[str, Any]) -> None:
         if said.get("backend") != self._backend.name:
             raise ConfigurationError(
@@ -314,9 +331,9 @@ class CollectiveTransport(BucketTransport):
         return PrefixStore(session, store)
 
 
-def _seat_beside(said: dict[str, Any], rank: int, size: int) -> _Seat:
+def _seat_beside(said: dict[str, Any], rank: int, size: int, among: str) -> _Seat:
     try:
-        return _Seat(rank, size, str(said["session"]), str(said["host"]), int(said["port"]))
+        return _Seat(rank, size, f"{said['session']}/{among}", str(said["host"]), int(said["port"]))
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigurationError(f"the sender's description of its store is damaged: {error!r}") from error
 

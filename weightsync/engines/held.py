@@ -79,7 +79,7 @@ class HoldingCheckpointEngine(BucketedCheckpointEngine):
         """
         with self._calls.hold("join_late"):
             topology = self._topology_of(train_world_size, max(rollout_world_size, rollout_rank + 1))
-            self._join(RankId("rollout", rollout_rank), topology, metadata, late=True)
+            self._join_first(RankId("rollout", rollout_rank), topology, metadata, late=True)
 
     async def _send(
         self, weights: Weights, session: Session, refit: Refit, lockstep: Lockstep

@@ -38,6 +38,11 @@ class WorkerMetadata:
         """Return plain data for any RPC layer."""
         return {name: getattr(self, name) for name in _TYPES}
 
+    @property
+    def session(self) -> str:
+        """What tells this worker's `prepare` from all others."""
+        return str(self.control.get("session"))
+
     def card(self, name: str) -> dict[str, Any]:
         """Return the control card under the name that error texts are to show."""
         return {**self.control, "name": name}

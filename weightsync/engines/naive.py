@@ -7,7 +7,7 @@ any number of such processes, whose policy ranks keep in step over the control c
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from functools import partial
 from typing import Any, ClassVar
@@ -162,8 +162,13 @@ class NaiveCheckpointEngine(CheckpointEngine):
 
     # One refit.
 
-    def open_refit(self, *, epoch: int, version: int) -> None:
-        """Name the next refit; a side that names another is not met."""
+    def open_refit(self, *, epoch: int, version: int, receivers: Sequence[int] | None = None) -> None:
+        """Name the next refit; a side that names another is not met.
+
+        Raises:
+            ConfigurationError: only some rollout ranks are to take part.
+        """
+        super().open_refit(epoch=epoch, version=version, receivers=receivers)
         self._next = (epoch, version)
 
     async def send_weights(self, weights: Weights) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,13 +39,17 @@ class Session:
         self.is_late = False
         """Whether this worker has joined after the others, who know nothing of it."""
         self.topology: Topology | None = None
-        """As for ``who``."""
+        """Of the next refit."""
+        self.entries: list[WorkerMetadata] = []
+        """All members', policy ranks first."""
         self.sources: dict[RankId, Link] = {}
         """To those that this rank receives from."""
         self.targets: dict[RankId, Link] = {}
         """To those that it sends to, or forwards to."""
         self.step_links: list[Link] = []
         """Of a policy rank: to the ranks that it keeps in step with."""
+        self._made: dict[tuple[str, str], Link] = {}
+        """Every link but those of latecomers, by how it was made and the peer's session."""
 
     def require_unjoined(self) -> None:
         """Check that this session has no process group yet.
@@ -68,27 +72,49 @@ class Session:
         self.who, self.topology, self.is_late = who, topology, True
 
     def join(self, who: RankId, topology: Topology, entries: Sequence[WorkerMetadata]) -> None:
-        """Make the links of a rank; ``entries`` are all workers', policy ranks first."""
+        """Take the links of a rank, once more for another rank or topology; those to the same peers are kept.
 
-        def card(peer: RankId) -> dict[str, Any]:
-            return entries[topology.index(peer)].card(str(peer))
+        Args:
+            who: this worker.
+            topology: of the next refits.
+            entries: all workers', policy ranks first. Links to workers that are not among them are closed.
+        """
+        members = {entry.session for entry in entries}
+        for key in [key for key in self._made if key[1] not in members]:
+            self._made.pop(key).close()
 
-        self.sources = {peer: self._hub.connect(card(peer)) for peer in topology.sources(who)}
-        self.targets = {peer: self._hub.accept(card(peer)) for peer in topology.targets(who)}
+        def dial(peer: RankId) -> Link:
+            return self._link(self._hub.connect, peer, entries[topology.index(peer)])
+
+        def answer(peer: RankId) -> Link:
+            return self._link(self._hub.accept, peer, entries[topology.index(peer)])
+
+        self.sources = {peer: dial(peer) for peer in topology.sources(who)}
+        self.targets = {peer: answer(peer) for peer in topology.targets(who)}
         if who.side == "policy":
             leader, *others = (RankId("policy", rank) for rank in range(topology.train_world_size))
-            if who == leader:
-                self.step_links = [self._hub.accept(card(other)) for other in others]
-            else:
-                self.step_links = [self._hub.connect(card(leader))]
+            self.step_links = [answer(other) for other in others] if who == leader else [dial(leader)]
         else:
             self._refuse_guests()
-        self.who, self.topology = who, topology
+        self.who, self.topology, self.entries = who, topology, list(entries)
+
+    def _link(self, make: Callable[[dict[str, Any]], Link], peer: RankId, entry: WorkerMetadata) -> Link:
+        key = make.__name__, entry.session
+        if key not in self._made:
+            self._made[key] = make(entry.card(str(peer)))
+        link = self._made[key]
+        link.rename(str(peer))
+        return link
 
     def _refuse_guests(self) -> None:
         """Close their link: only policy ranks have anything for them."""
         if self.guests is not None:
             self.guests.close()
+
+    @property
+    def train_world_size(self) -> int:
+        """Number of policy workers, once joined."""
+        return self.topology.train_world_size if self.topology is not None else 0
 
     @property
     def links(self) -> list[Link]:

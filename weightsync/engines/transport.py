@@ -38,6 +38,13 @@ class Place:
     """The workers whose buckets this one fetches."""
     targets: tuple[Peer, ...]
     """The workers that fetch this one's buckets."""
+    receivers: tuple[int, ...] | None = None
+    """The rollout ranks that take part, in order; `None` means all."""
+
+    @property
+    def taking_part(self) -> tuple[int, ...]:
+        """The rollout ranks that take part, in order."""
+        return tuple(range(self.rollout_world_size)) if self.receivers is None else self.receivers
 
 
 class BucketTransport(ABC):
