@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import zmq
 
-from weightsync.control import ControlHub, Deadlines
+from weightsync.control import PROTOCOL_VERSION, ControlHub, Deadlines
 from weightsync.control.frames import Header, encode_header, encode_message
 
 FAST = Deadlines(connect_s=8, stall_s=8, total_s=60, silence_s=2, heartbeat_s=0.2)
@@ -93,7 +93,9 @@ class RawClient:
             "session": "ab" * 16,
         }
 
-    def send(self, message, *, epoch=None, token=b"", number=0, protocol=1, session=None, **changes):
+    def send(
+        self, message, *, epoch=None, token=b"", number=0, protocol=PROTOCOL_VERSION, session=None, **changes
+    ):
         header = Header(protocol, session or self.target["session"], epoch, token, number)
         self.raw([encode_header(replace(header, **changes) if changes else header), *encode_message(message)])
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.control_support import FAST, background, begin, hubs, links, open_pair, wait_until
 from weightsync.control import (
+    PROTOCOL_VERSION,
     Bucket,
     ChunkEntry,
     Complete,
@@ -101,8 +102,9 @@ def test_different_versions_of_the_weights_are_refused_on_both_sides():
 
 @pytest.mark.parametrize("first", ["server", "client"])
 def test_another_protocol_version_is_refused_on_both_sides_at_once(first):
+    newer = PROTOCOL_VERSION + 1
     with hubs() as (a, b):
-        b.protocol = 2
+        b.protocol = newer
         server, client = a.accept(b.card()), b.connect(a.card())
         sides = [server, client] if first == "server" else [client, server]
         started = time.monotonic()
@@ -112,12 +114,16 @@ def test_another_protocol_version_is_refused_on_both_sides_at_once(first):
         errors = dict(
             zip(["server", "client"] if first == "server" else ["client", "server"], [waiting, other])
         )
-        with pytest.raises(ProtocolError, match=r"speaks version 2 .* this side version 1"):
+        with pytest.raises(
+            ProtocolError, match=f"speaks version {newer} .* this side version {PROTOCOL_VERSION}"
+        ):
             errors["server"].result(3)
-        with pytest.raises(ProtocolError, match=r"speaks version 1 .* this side version 2"):
+        with pytest.raises(
+            ProtocolError, match=f"speaks version {PROTOCOL_VERSION} .* this side version {newer}"
+        ):
             errors["client"].result(3)
         assert time.monotonic() - started < 2
-        b.protocol = 1
+        b.protocol = PROTOCOL_VERSION
         begin(server, client, 2)
 
 

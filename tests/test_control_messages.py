@@ -42,9 +42,9 @@ def entry(name="w", shape=(2, 3)):
 
 
 EVERY = [
-    Hello(1, "ab" * 16, None, NONCE, "rollout 0"),
-    Hello(1, "ab" * 16, 4, NONCE, "rollout 0", 7),
-    Welcome(1, 4, None, NONCE, NONCE),
+    Hello(PROTOCOL_VERSION, "ab" * 16, None, NONCE, "rollout 0"),
+    Hello(PROTOCOL_VERSION, "ab" * 16, 4, NONCE, "rollout 0", 7),
+    Welcome(PROTOCOL_VERSION, 4, None, NONCE, NONCE),
     Ready(NONCE),
     Manifest(tuple(TensorSpec(name, (0, 4), "float8_e4m3fn") for name in NAMES), "xxh3-64"),
     Manifest((), "xxh3-64"),
@@ -101,9 +101,10 @@ def test_what_cannot_be_encoded_is_an_error_of_the_caller(message):
 
 
 def test_another_protocol_version_is_told_apart_whatever_follows():
-    parts = [msgspec.msgpack.encode([2, {"quite": "different"}]), b"\xc1"]
+    other = PROTOCOL_VERSION + 1
+    parts = [msgspec.msgpack.encode([other, {"quite": "different"}]), b"\xc1"]
     decoded = decode_frame(parts)
-    assert (decoded.protocol, decoded.header, decoded.message) == (2, None, None)
+    assert (decoded.protocol, decoded.header, decoded.message) == (other, None, None)
 
 
 def packed(value):
@@ -132,8 +133,8 @@ def packed(value):
         [encode_header(HEADER), packed({"type": "Bye"}), b"payload"],
         [encode_header(HEADER), packed({"type": "Bye"}), b"", b""],
         [packed({"protocol": 1}), packed({"type": "Bye"})],
-        [packed([1]), packed({"type": "Bye"})],
-        [packed([1, "ab", 1, b"", -1]), packed({"type": "Bye"})],
+        [packed([PROTOCOL_VERSION]), packed({"type": "Bye"})],
+        [packed([PROTOCOL_VERSION, "ab", 1, b"", -1]), packed({"type": "Bye"})],
         [packed(["1", "ab", 1, b"", 1]), packed({"type": "Bye"})],
         [b"\x91" * 5000, packed({"type": "Bye"})],
     ],

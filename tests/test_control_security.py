@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.control_support import FAST, RawClient, background, begin, hubs, open_pair, wait_until
 from weightsync.control import (
+    PROTOCOL_VERSION,
     Abort,
     Bucket,
     Bye,
@@ -44,7 +45,10 @@ class RawPeer(RawClient):
         super().dial()
 
     def hello(self, nonce=NONCE, epoch=1, session=None, **fields):
-        self.send(Hello(1, session or self.target["session"], epoch, nonce, self.name, **fields), epoch=epoch)
+        self.send(
+            Hello(PROTOCOL_VERSION, session or self.target["session"], epoch, nonce, self.name, **fields),
+            epoch=epoch,
+        )
 
     def hear(self, kind):
         while True:
@@ -89,7 +93,7 @@ def test_a_raw_peer_that_keeps_to_the_protocol_is_served(raw, hub):
 
 def test_a_key_that_was_not_handed_out_is_refused_and_counted(hub):
     with RawClient(hub.card()) as stranger:
-        stranger.send(Hello(1, hub.card()["session"], 1, NONCE, "stranger"))
+        stranger.send(Hello(PROTOCOL_VERSION, hub.card()["session"], 1, NONCE, "stranger"))
         wait_until(lambda: hub.counters["unauthenticated"] == 1)
         stranger.socket.rcvtimeo = 200
         with pytest.raises(zmq.Again):
@@ -228,8 +232,8 @@ def test_a_hello_left_from_a_failed_attempt_completes_nothing(raw, hub):
 
 
 def test_a_hello_for_another_session_is_dropped(raw, hub):
-    raw.send(Hello(1, "cd" * 16, 1, NONCE, "x"), epoch=1)
-    raw.send(Hello(1, hub.card()["session"], 1, NONCE, "x"), epoch=1, session="cd" * 16)
+    raw.send(Hello(PROTOCOL_VERSION, "cd" * 16, 1, NONCE, "x"), epoch=1)
+    raw.send(Hello(PROTOCOL_VERSION, hub.card()["session"], 1, NONCE, "x"), epoch=1, session="cd" * 16)
     with pytest.raises(DeadlineError):
         raw.link.begin(epoch=1, connect_s=0.3)
     counted(hub, malformed=1, foreign_session=1)
@@ -238,7 +242,7 @@ def test_a_hello_for_another_session_is_dropped(raw, hub):
 def test_a_second_client_with_the_same_key_disturbs_nothing(raw, hub):
     token = raw.begin()
     with RawClient(hub.card(), keys=(raw.public, raw.secret)) as twin:
-        twin.send(Hello(1, hub.card()["session"], 1, bytes(NONCE_BYTES), "twin"), epoch=1)
+        twin.send(Hello(PROTOCOL_VERSION, hub.card()["session"], 1, bytes(NONCE_BYTES), "twin"), epoch=1)
         twin.send(Release(7), epoch=1, token=token, number=1)
         twin.send(Abort.of(ValueError("x")), epoch=1, token=token, number=2)
         counted(hub, unexpected=3)
@@ -250,7 +254,7 @@ def test_a_second_client_with_the_same_key_disturbs_nothing(raw, hub):
 
 def test_handshake_messages_inside_a_refit_do_not_reach_the_caller(raw, hub):
     token = raw.begin()
-    raw.send(Welcome(1, 1, None, NONCE, NONCE), epoch=1, token=token, number=1)
+    raw.send(Welcome(PROTOCOL_VERSION, 1, None, NONCE, NONCE), epoch=1, token=token, number=1)
     raw.send(Ready(token), epoch=1)
     raw.send(Ready(NONCE), epoch=1)
     raw.send(Release(1), epoch=1, token=token, number=2)
@@ -287,7 +291,7 @@ SAMPLES = [
     Release(3),
     Abort.of(ValueError("x")),
     Heartbeat("x"),
-    Hello(1, "ab" * 16, 1, NONCE, "raw 0"),
+    Hello(PROTOCOL_VERSION, "ab" * 16, 1, NONCE, "raw 0"),
     Ready(NONCE),
     Bye("x", True),
 ]
@@ -302,7 +306,7 @@ def test_hundreds_of_malformed_frames_leave_the_refit_as_it_was(raw, hub):
     def throw(data):
         message = data.draw(st.sampled_from(SAMPLES))
         parts = [
-            encode_header(Header(1, raw.target["session"], 1, bytes(NONCE_BYTES), 1)),
+            encode_header(Header(PROTOCOL_VERSION, raw.target["session"], 1, bytes(NONCE_BYTES), 1)),
             *encode_message(message),
         ]
         index = data.draw(st.integers(0, len(parts) - 1))
@@ -324,7 +328,7 @@ def test_hundreds_of_malformed_frames_leave_the_refit_as_it_was(raw, hub):
 
 def test_nothing_but_msgpack_is_ever_decoded(raw, hub):
     token = raw.begin()
-    header = encode_header(Header(1, raw.target["session"], 1, token, 1))
+    header = encode_header(Header(PROTOCOL_VERSION, raw.target["session"], 1, token, 1))
     raw.raw([header, b"\x80\x04\x95\x0b\x00\x00\x00\x00\x00\x00\x00\x8c\x02os\x94."])
     raw.raw([header, msgspec.msgpack.encode(msgspec.msgpack.Ext(5, b"x"))])
     counted(hub, malformed=2)
@@ -348,8 +352,8 @@ def test_a_stale_welcome_opens_nothing():
         server.end(), client.end()
         waiting = background(client.begin, epoch=2, connect_s=1)
         time.sleep(0.1)
-        header = encode_header(Header(1, session, 2, b"", 0))
-        stale = encode_message(Welcome(1, 2, None, NONCE, NONCE))
+        header = encode_header(Header(PROTOCOL_VERSION, session, 2, b"", 0))
+        stale = encode_message(Welcome(PROTOCOL_VERSION, 2, None, NONCE, NONCE))
         a.submit(lambda: wire.send([header, *stale]))
         wait_until(lambda: b.counters["stale"] == 1)
         assert not waiting.done()
