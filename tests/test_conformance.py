@@ -6,12 +6,21 @@ the part for which several ranks are needed.
 
 from __future__ import annotations
 
+import re
+import sys
+from pathlib import Path
+
 import pytest
 
 from tests.plugin_example import MyCheckpointEngine
 from weightsync.errors import ConfigurationError
 from weightsync.testing import EngineConformance
+from weightsync.testing.cases_faults import PairFaultCases, SeveralFaultCases
+from weightsync.testing.cases_streams import StreamCases
+from weightsync.testing.cases_topologies import TopologyCases
 from weightsync.testing.conformance import TopologyConformance
+
+PAGE = Path(__file__).parent.parent / "docs" / "plugins.md"
 
 
 def fast(**settings):
@@ -81,6 +90,16 @@ class TestMooncakeStripes(Fast, TopologyConformance):
     settings = fast(topology="stripes")
 
 
+@pytest.mark.nixl
+class TestKimi(Fast, EngineConformance):
+    engine = "kimi_ckpt_engine"
+
+
+class TestKimiOverIPC(Fast, EngineConformance):
+    engine = "kimi_ckpt_engine"
+    settings = fast(transport="ipc")
+
+
 class TestNaive(Fast, EngineConformance):
     engine = "naive"
 
@@ -118,3 +137,22 @@ class DeclaredPlugin(MyCheckpointEngine):
 class TestPlugin(EngineConformance):
     engine = DeclaredPlugin
     settings = dict(transport="custom")  # noqa: C408, RUF012
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
+class TestFolderEngineOfThePages(StreamCases, TopologyCases, PairFaultCases, SeveralFaultCases):
+    """As it stands in docs/plugins.md."""
+
+    engine = "folder_engine:FolderEngine"
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def module(cls, tmp_path_factory):
+        folder = tmp_path_factory.mktemp("plugin")
+        cls.settings = {"folder": str(folder / "refits"), "timeout_s": 2.0}
+        (code,) = re.findall(r"```python\n([^`]*class FolderEngine.*?)```", PAGE.read_text(), re.DOTALL)
+        (folder / "folder_engine.py").write_text(code)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(str(folder))
+            yield
+        sys.modules.pop("folder_engine", None)
