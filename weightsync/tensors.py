@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -23,6 +23,9 @@ ALIGNMENT = 256
 """Byte alignment of every tensor inside a bucket: enough for any dtype's view and for wide copies."""
 
 MAX_NAMES_SHOWN = 5
+MAX_NAME_CHARS = 65_536
+MAX_DIMENSIONS = 64
+"""torch has no tensors of more."""
 
 _DTYPES: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value
@@ -83,11 +86,11 @@ class TensorMeta:
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
-    """Name, shape and dtype of one tensor, as they travel."""
+    """Name, shape and dtype of one tensor, as they travel. The limits hold for what is decoded."""
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
+    name: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
+    shape: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+    dtype: Annotated[str, msgspec.Meta(max_length=64)]
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> TensorSpec:

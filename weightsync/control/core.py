@@ -24,6 +24,8 @@ CLOSED_GRACE_S = 0.05
 """A peer's last words may still be on their way when its closed connection is noticed."""
 PROBE_S = 0.05
 MAX_QUEUED = 65_536
+MAX_QUEUED_FRAMES = 4
+"""Of the largest size: what messages that nobody has taken may hold in all."""
 _HANDSHAKE = (Hello, Welcome, Ready)
 
 
@@ -112,7 +114,7 @@ class LinkCore(ABC):
             elif isinstance(frame.message, Bye) and not frame.header.token:
                 self._on_hub_closed()
             elif (refit := self._refit_of(frame.header, frame.message, connection)) is not None:
-                self._on_message(refit, frame.message, now)
+                self._on_message(refit, frame.message, frame.nbytes, now)
             self._cond.notify_all()
 
     def tick(self, now: float) -> float | None:
@@ -180,7 +182,7 @@ class LinkCore(ABC):
             self._host.count("foreign_token")
         return None
 
-    def _on_message(self, refit: Refit, message: Message, now: float) -> None:
+    def _on_message(self, refit: Refit, message: Message, nbytes: int, now: float) -> None:
         refit.hear(message, now)
         if isinstance(message, Heartbeat):
             return
@@ -193,12 +195,17 @@ class LinkCore(ABC):
             self._transmit(refit, encode_message(Bye("heard the abort")))
         elif isinstance(message, Bye):
             refit.ended, refit.peer_closed, refit.lost_at = message.reason, message.final, None
-        elif len(refit.inbox) >= MAX_QUEUED:
-            self._fail(
-                refit, partial(ProtocolError, f"{self.peer} sent {MAX_QUEUED} messages that nobody took")
-            )
+        elif self._overflows(refit, nbytes):
+            self._host.count("overflow")
+            queued = f"{len(refit.inbox)} messages of {refit.inbox_bytes} bytes that nobody took"
+            self._fail(refit, partial(ProtocolError, f"{self.peer} sent {queued}, and more"))
         else:
-            refit.inbox.append(message)
+            refit.inbox.append((message, nbytes))
+            refit.inbox_bytes += nbytes
+
+    def _overflows(self, refit: Refit, nbytes: int) -> bool:
+        limit = MAX_QUEUED_FRAMES * self._host.max_frame_bytes
+        return len(refit.inbox) >= MAX_QUEUED or refit.inbox_bytes + nbytes > limit
 
     def _on_hub_closed(self) -> None:
         self._peer_closed = True

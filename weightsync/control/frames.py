@@ -3,7 +3,8 @@
 A frame is two or three message parts: a header, a message, and (for a bucket that carries its bytes) the
 payload. The first two are msgpack, checked against their types while they are decoded. The header begins
 with the protocol version in every version of the protocol, so that peers of different versions can at
-least say so.
+least say so. A declared length allocates nothing: the decoder holds it against the bytes that are there, and
+against the limits that `messages` sets.
 """
 
 from __future__ import annotations
@@ -13,8 +14,19 @@ from dataclasses import dataclass
 
 import msgspec
 
-from weightsync.control.messages import PROTOCOL_VERSION, Abort, AnyMessage, Bucket, Count, Message
+from weightsync.control.messages import (
+    MAX_ENTRIES,
+    PROTOCOL_VERSION,
+    AnyMessage,
+    Bucket,
+    Count,
+    Manifest,
+    Message,
+    Words,
+)
 from weightsync.errors import ConfigurationError
+
+MAX_HEADER_BYTES = 4096
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -24,7 +36,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """
 
     protocol: int
-    session: str
+    session: Words
     epoch: int | None
     token: bytes
     number: Count
@@ -43,6 +55,8 @@ class Frame:
     protocol: int
     header: Header | None
     message: Message | None
+    nbytes: int = 0
+    """Bytes of all parts."""
 
 
 class MalformedFrameError(ValueError):
@@ -64,8 +78,10 @@ def encode_message(message: Message) -> list[bytes]:
     """Return the parts of a frame that follow the header.
 
     Raises:
-        ConfigurationError: a field cannot be encoded: a wrong type, or text that is not valid unicode.
+        ConfigurationError: a field cannot be encoded: a wrong type, text that is not valid unicode, or more
+            entries than a peer takes.
     """
+    _require_countable(message)
     payload = b""
     if isinstance(message, Bucket) and message.payload:
         payload = bytes(message.payload)
@@ -94,18 +110,29 @@ def decode_frame(parts: Sequence[bytes], protocol: int = PROTOCOL_VERSION) -> Fr
 def _decode(parts: Sequence[bytes], protocol: int) -> Frame:
     if len(parts) not in {2, 3}:
         raise MalformedFrameError(f"{len(parts)} parts")
+    if len(parts[0]) > MAX_HEADER_BYTES:
+        raise MalformedFrameError(f"a header of {len(parts[0])} bytes")
+    nbytes = sum(map(len, parts))
     spoken = _prefix_decoder.decode(parts[0]).protocol
     if spoken != protocol:
-        return Frame(spoken, None, None)
+        return Frame(spoken, None, None, nbytes)
     header, message = _header_decoder.decode(parts[0]), _message_decoder.decode(parts[1])
     if len(parts) == 3:
         message = _with_payload(message, parts[2])
-    if isinstance(message, Abort):
-        _ = message.record
-    return Frame(spoken, header, message)
+    return Frame(spoken, header, message, nbytes)
 
 
 def _with_payload(message: Message, payload: bytes) -> Message:
     if not isinstance(message, Bucket) or message.payload:
         raise MalformedFrameError("a payload belongs to a bucket")
     return msgspec.structs.replace(message, payload=payload)
+
+
+def _require_countable(message: Message) -> None:
+    entries = len(message.tensors) if isinstance(message, Manifest) else 0
+    entries = len(message.chunks) if isinstance(message, Bucket) else entries
+    if entries > MAX_ENTRIES:
+        raise ConfigurationError(
+            f"a {type(message).__name__} message has {entries} entries, a peer takes {MAX_ENTRIES}: "
+            "send fewer tensors in one refit, or use smaller buckets"
+        )

@@ -171,8 +171,9 @@ class ControlHub:
 
         ``malformed``, ``oversize``, ``replayed``, ``late`` (of the refit just ended), ``stale`` (of an
         earlier handshake), ``foreign_epoch``, ``foreign_token``, ``foreign_session``, ``unauthenticated``,
-        ``broken_handshake`` (connections that closed before they said who they are), ``unexpected``, and
-        ``internal`` (errors in this package). Missing reasons read as 0.
+        ``broken_handshake`` (connections that closed before they said who they are), ``unexpected``,
+        ``overflow`` (messages that nobody took), and ``internal`` (errors in this package). Missing reasons
+        read as 0.
         """
         with self._lock:
             return Counter(self._counts)

@@ -240,7 +240,9 @@ class Link(LinkCore):
         if refit.aborted:
             self._raise_failure(refit, phase)
         if refit.inbox:
-            return self._expected(refit.inbox.popleft(), types, phase)
+            message, nbytes = refit.inbox.popleft()
+            refit.inbox_bytes -= nbytes
+            return self._expected(message, types, phase)
         self._raise_failure(refit, phase)
         if refit.ended is not None or self._has_moved_on(refit):
             raise self._left_error(refit, types, phase)
@@ -319,6 +321,7 @@ class Link(LinkCore):
         self._last_token = refit.token
         refit.closing = refit.closing or "the refit was ended while waiting"
         refit.inbox.clear()
+        refit.inbox_bytes = 0
         if self._refit is refit:
             self._refit = None
         self._cond.notify_all()

@@ -1,6 +1,7 @@
 """What workers say to each other on the control channel: the message types. No I/O.
 
-Types and bounds are checked while a message is decoded; `frames` puts messages into bytes.
+Types and bounds are checked while a message is decoded, each count before anything is allocated for it;
+`frames` puts messages into bytes.
 """
 
 from __future__ import annotations
@@ -16,9 +17,15 @@ PROTOCOL_VERSION = 2
 """Raised whenever a header or a message changes; peers of different versions refuse each other."""
 
 NONCE_BYTES = 16
+MAX_ENTRIES = 1 << 20
+"""Tensors of a manifest, or chunks of a bucket: few bytes make a long list of them."""
+MAX_WORDS_CHARS = 65_536
+_MAX_EXTENT = 2**63 - 1
+_LARGEST_ITEM = 16
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+Words = Annotated[str, msgspec.Meta(max_length=MAX_WORDS_CHARS)]
 
 
 def encodable_text(text: str) -> str:
@@ -38,10 +45,10 @@ class Hello(Message, frozen=True, tag=True, forbid_unknown_fields=True):
     """Client to server: let us begin. ``session`` is the server's; ``epoch`` `None` takes the server's."""
 
     protocol: int
-    session: str
+    session: Words
     epoch: Count | None
     nonce: Nonce
-    name: str
+    name: Words
     version: int | None = None
 
 
@@ -64,8 +71,8 @@ class Ready(Message, frozen=True, tag=True, forbid_unknown_fields=True):
 class Manifest(Message, frozen=True, tag=True, forbid_unknown_fields=True):
     """Every tensor that will come, in order, and the kind of digest that the chunks carry."""
 
-    tensors: tuple[TensorSpec, ...]
-    digest_kind: str
+    tensors: Annotated[tuple[TensorSpec, ...], msgspec.Meta(max_length=MAX_ENTRIES)]
+    digest_kind: Words
 
     def __post_init__(self) -> None:
         for spec in self.tensors:
@@ -102,7 +109,7 @@ class Bucket(Message, frozen=True, tag=True, forbid_unknown_fields=True):
     seq: Count
     slot: Count
     nbytes: Count
-    chunks: tuple[ChunkEntry, ...]
+    chunks: Annotated[tuple[ChunkEntry, ...], msgspec.Meta(max_length=MAX_ENTRIES)]
     payload: bytes = b""
 
     def describe(self) -> str:  # noqa: D102 - inherited
@@ -124,7 +131,7 @@ class Done(Message, frozen=True, tag=True, forbid_unknown_fields=True):
     buckets: Count
     tensors: Count
     nbytes: Count
-    manifest_digest: str
+    manifest_digest: Words
 
 
 class Complete(Message, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -145,29 +152,26 @@ class Go(Message, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Abort(Message, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The sender of this failed; ``error`` is an `ErrorRecord` as a dict."""
+    """The sender of this failed, with this error."""
 
-    error: dict[str, Any]
+    error: ErrorRecord
 
     @classmethod
     def of(cls, error: BaseException) -> Abort:
         """Describe an exception, its traceback included."""
-        return cls(_encodable(ErrorRecord.from_exception(error).to_dict()))
+        data = _encodable(ErrorRecord.from_exception(error).to_dict())
+        return cls(ErrorRecord.from_dict({**data, "message": data["message"][:MAX_WORDS_CHARS]}))
 
     @property
     def record(self) -> ErrorRecord:
-        """The error.
-
-        Raises:
-            msgspec.ValidationError: the dict does not describe one.
-        """
-        return msgspec.convert(self.error, ErrorRecord)
+        """The error."""
+        return self.error
 
 
 class Heartbeat(Message, frozen=True, tag=True, forbid_unknown_fields=True):
     """The sender of this lives; ``progress`` says what it did last."""
 
-    progress: str
+    progress: Words
 
     def describe(self) -> str:  # noqa: D102 - inherited
         return f"heartbeat ({self.progress})" if self.progress else "heartbeat"
@@ -176,7 +180,7 @@ class Heartbeat(Message, frozen=True, tag=True, forbid_unknown_fields=True):
 class Bye(Message, frozen=True, tag=True, forbid_unknown_fields=True):
     """The sender of this leaves the refit in good order; with ``final`` its end of the link is closed."""
 
-    reason: str = ""
+    reason: Words = ""
     final: bool = False
 
 
@@ -198,8 +202,13 @@ AnyMessage = (
 
 
 def _require_shape(spec: TensorSpec) -> None:
-    if any(size < 0 for size in spec.shape):
-        raise ValueError(f"negative size in shape {spec.shape}")
+    extent = _LARGEST_ITEM
+    for size in spec.shape:
+        if size < 0:
+            raise ValueError(f"negative size in shape {spec.shape}")
+        extent *= max(size, 1)
+    if extent > _MAX_EXTENT:
+        raise ValueError(f"no memory has room for the shape {spec.shape}")
 
 
 def _encodable(value: Any) -> Any:

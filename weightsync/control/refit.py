@@ -47,7 +47,9 @@ class Refit:
     connection: bytes
     opened_at: float
     heard_at: float
-    inbox: deque[Message] = field(default_factory=deque)
+    inbox: deque[tuple[Message, int]] = field(default_factory=deque)
+    """What nobody has taken yet, each with the bytes of its frame."""
+    inbox_bytes: int = 0
     failure: MakeError | None = None
     aborted: bool = False
     """The failure is one that the peer told."""

@@ -25,6 +25,7 @@ _MAX_RECONNECT_MS = 1000
 # CURVE adds 33 bytes to each part; a header is far below the rest.
 _ENVELOPE_BYTES = 4096
 _BATCH = 256
+_RECEIVE_AHEAD = 32
 
 _EVENTS = (
     zmq.EVENT_DISCONNECTED
@@ -188,6 +189,8 @@ def _limit(socket: zmq.Socket[bytes], max_bytes: int) -> None:
     socket.maxmsgsize = max_bytes + _ENVELOPE_BYTES
     # Nothing here may block the I/O thread; the protocol itself bounds what is under way.
     socket.sndhwm = 0
+    # What a peer sends ahead of this thread stays in its own memory.
+    socket.rcvhwm = _RECEIVE_AHEAD
     # Connections whose other host has vanished are given back some time; the silence is noticed long before.
     socket.tcp_keepalive = 1
     socket.tcp_keepalive_idle = 60
