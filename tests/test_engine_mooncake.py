@@ -10,15 +10,17 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 
 from tests.engine_crew import MIB, noise
 from tests.engine_processes import stop_forkserver
 from weightsync.control import Bucket
-from weightsync.engines import mooncake_session
+from weightsync.engines import mooncake, mooncake_session
 from weightsync.engines.mooncake import MooncakeCheckpointEngine, MooncakeTransport
 from weightsync.engines.mooncake_session import MooncakeSession, import_mooncake
 from weightsync.engines.transport import SLOTS, Peer, Place
@@ -79,6 +81,25 @@ def silent() -> None:
 
 def fetch(transport, payload, *, source=POLICY, slot=0, timeout_s=5.0, check=silent, nbytes=SIZE):
     return transport.fetch(source, bucket(payload, nbytes), slot, timeout_s=timeout_s, check=check)
+
+
+def readers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == THREAD]
+
+
+def wait_for_readers() -> None:
+    end = time.monotonic() + 10
+    while readers():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def location(session: str = "host:1", address: int = 4096) -> bytes:
+    return msgspec.msgpack.encode([session, address])
+
+
+def session_of(transport) -> str:
+    return msgspec.msgpack.decode(transport.publish(0, 1))[0]
 
 
 def serve(pipe) -> None:
@@ -181,21 +202,27 @@ def test_a_killed_sender_is_an_error_that_names_it_and_its_successor_is_read(sen
 @real
 @pytest.mark.mooncake
 @pytest.mark.slow
-def test_a_stopped_sender_holds_nobody_up_and_its_late_bytes_meet_no_later_refit(sender, receiver):
-    receiver.connect(place((POLICY, sender.description)))
+@pytest.mark.parametrize("met", [True, False], ids=["in a read", "at the first word"])
+def test_a_stopped_sender_holds_nobody_up_and_its_late_bytes_meet_no_later_refit(sender, receiver, met):
+    if met:
+        fetch(receiver, sender.payloads[0])
     sender.signal(signal.SIGSTOP)
     started = time.monotonic()
-    with pytest.raises(DeadlineError, match=r"did not end within 0\.3 s") as caught:
+    with pytest.raises(DeadlineError, match=r"3145728 bytes from 127.* did not end within 0\.3 s") as caught:
         fetch(receiver, sender.payloads[0], timeout_s=0.3)
     assert time.monotonic() - started < 1.5
     assert (caught.value.context.peer, caught.value.context.bucket) == ("policy rank 0", 7)
     receiver.shut()
-    with pytest.raises(DeadlineError, match="earlier refit gave up"):
-        receiver.open(sending=False, timeout_s=0.2, check=silent)
-    sender.signal(signal.SIGCONT)
-    receiver.open(sending=False, timeout_s=5.0, check=silent)
-    assert not [thread for thread in threading.enumerate() if thread.name == THREAD]
-    assert torch.equal(fetch(receiver, sender.payloads[1]), noise(SIZE, 1))
+    marked = noise(SIZE, 9)
+    receiver.open(sending=True, timeout_s=3.0, check=silent)
+    assert time.monotonic() - started < 4
+    with allocated() as (successor, buffers):
+        buffers[0].copy_(marked)
+        assert torch.equal(fetch(receiver, successor.publish(0, SIZE)), marked)
+        sender.signal(signal.SIGCONT)
+        wait_for_readers()
+        assert torch.equal(fetch(successor, receiver.publish(0, SIZE), slot=1), marked)
+    assert torch.equal(fetch(receiver, sender.payloads[1], slot=1), noise(SIZE, 1))
 
 
 @real
@@ -203,24 +230,18 @@ def test_a_stopped_sender_holds_nobody_up_and_its_late_bytes_meet_no_later_refit
 @pytest.mark.slow
 def test_buffers_are_freed_while_a_stopped_sender_owes_bytes(sender):
     with allocated() as (receiver, _):
-        receiver.connect(place((POLICY, sender.description)))
+        fetch(receiver, sender.payloads[0])
         sender.signal(signal.SIGSTOP)
         with pytest.raises(DeadlineError):
             fetch(receiver, sender.payloads[0], timeout_s=0.2)
-        name = receiver.describe()["session"]
         started = time.monotonic()
         receiver.release()
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 3
         receiver.allocate(SIZE)
-        assert receiver.describe()["session"] != name
         sender.signal(signal.SIGCONT)
-        receiver.connect(place((POLICY, sender.description)))
         receiver.open(sending=False, timeout_s=1.0, check=silent)
         assert torch.equal(fetch(receiver, sender.payloads[1]), noise(SIZE, 1))
-    end = time.monotonic() + 10
-    while any(thread.name == THREAD for thread in threading.enumerate()):
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_for_readers()
 
 
 @real
@@ -237,24 +258,24 @@ def test_two_senders_are_told_apart():
         assert more.numel() == SIZE
         assert fetch(receiver, two.publish(2, SIZE), source=OTHER, slot=1).eq(3).all()
         with pytest.raises(TransportError, match="failed to read"):
-            fetch(receiver, (64).to_bytes(8, "little"))
+            fetch(receiver, location(session_of(one), 64))
 
 
 @real
 @pytest.mark.mooncake
 def test_a_session_is_kept_for_the_next_engine_of_the_process():
     with allocated() as (first, _):
-        name = first.describe()["session"]
+        name = session_of(first)
         first.release()
         first.release()
         assert first.allocate(SIZE)[0].numel() == SIZE
-        assert first.describe()["session"] == name
+        assert session_of(first) == name
         with allocated() as (second, _):
-            assert second.describe()["session"] != name
+            assert session_of(second) != name
     with allocated() as (_, _), allocated() as (_, _):
         pass
     with allocated() as (one, _), allocated() as (two, _):
-        assert name in {one.describe()["session"], two.describe()["session"]}
+        assert name in {session_of(one), session_of(two)}
 
 
 @real
@@ -281,104 +302,199 @@ def test_this_build_does_not_move_gpu_memory():
 # One process, a played engine.
 
 
-class PlayedEngine:
-    """Counts what is registered; reads end as they are told to."""
+class Played:
+    """What the played engines do, and what was asked of them."""
 
     def __init__(self) -> None:
-        self.registered: list[int] = []
-        self.calls = 0
+        self.engines: list[PlayedEngine] = []
+        self.code = 0
         self.refuse_after = 99
         self.batch, self.statuses = 5, [1]
-        self.code = 0
         self.environment: dict[str, str] = {}
+        self.reading = threading.Event()
+
+    def make(self) -> PlayedEngine:
+        self.engines.append(PlayedEngine(self))
+        return self.engines[-1]
+
+    @property
+    def registered(self) -> list[int]:
+        """Of all engines, but for the byte that each one has for itself."""
+        return [address for engine in self.engines for address, nbytes in engine.registered if nbytes > 1]
+
+
+class PlayedEngine:
+    def __init__(self, played: Played) -> None:
+        self.played = played
+        self.registered: list[tuple[int, int]] = []
+        self.reads: list[tuple] = []
 
     def initialize(self, *_: str) -> int:
-        self.environment = dict(os.environ)
-        return self.code
+        self.played.environment = dict(os.environ)
+        return self.played.code
 
     def get_rpc_port(self) -> int:
-        return 15001
+        return 15000 + len(self.played.engines)
 
     def get_local_topology(self, _: str) -> str:
         return '{"cpu:0": [["mlx5_0"], []]}'
 
     def register_memory(self, address: int, nbytes: int) -> int:
-        self.calls += 1
-        if self.calls > self.refuse_after:
+        if len(self.registered) > self.played.refuse_after:
             return -7
-        self.registered.append(address)
+        self.registered.append((address, nbytes))
         return 0
 
     def unregister_memory(self, address: int) -> int:
-        self.registered.remove(address)
+        (entry,) = [entry for entry in self.registered if entry[0] == address]
+        self.registered.remove(entry)
         return 0
 
-    def batch_transfer_async_read(self, session: str, *_: list[int]) -> int:
-        return self.batch
+    def batch_transfer_async_read(self, session: str, local: list, remote: list, lengths: list) -> int:
+        self.reads.append((session, *remote, *lengths))
+        return self.played.batch
 
     def transfer_check_status(self, batch: int) -> int:
-        assert batch == self.batch
-        return self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
+        assert batch == self.played.batch
+        if self.reads[-1][-1] == 1:
+            return 1
+        statuses = self.played.statuses
+        return statuses.pop(0) if len(statuses) > 1 else statuses[0]
 
 
 @pytest.fixture
-def played(monkeypatch) -> PlayedEngine:
-    engine = PlayedEngine()
-    api = SimpleNamespace(TransferEngine=lambda: engine, SUPPORT_CUDA=False)
+def played(monkeypatch) -> Played:
+    played = Played()
+    api = SimpleNamespace(TransferEngine=played.make, SUPPORT_CUDA=False)
     monkeypatch.setattr(mooncake_session, "import_mooncake", lambda *_: api)
     monkeypatch.setattr(mooncake_session, "_POOL", mooncake_session.Pool())
-    return engine
+    return played
+
+
+def test_the_first_word_to_a_peer_is_of_one_byte(played):
+    with allocated() as (transport, _):
+        for _ in range(2):
+            fetch(transport, location())
+        fetch(transport, location("host:2", 8), nbytes=100)
+    first, second = ("host:1", 4096), ("host:2", 8)
+    reads = [(*first, 1), (*first, SIZE), (*first, SIZE), (*second, 1), (*second, 100)]
+    assert played.engines[0].reads == reads
 
 
 def test_a_refused_registration_leaves_nothing_registered(played):
     played.refuse_after = 1
-    with pytest.raises(TransportError, match=r"refused to register 3145728 bytes on cpu \(-7\)"), allocated():
+    with (
+        pytest.raises(TransportError, match=r"refused to register 3145728 bytes on cpu \(code -7\)"),
+        allocated(),
+    ):
         pass
-    assert (played.calls, played.registered) == (2, [])
+    assert (len(played.engines[0].registered), played.registered) == (1, [])
 
 
 @pytest.mark.parametrize(
     ("batch", "statuses", "reason"),
     [(0, [1], "could not reach host:1"), (5, [0, -2, 0, -1], "failed to read 3145728 bytes from host:1")],
 )
-def test_failed_reads_are_errors_and_leave_nothing_registered(played, batch, statuses, reason):
-    played.batch, played.statuses = batch, statuses
-    with pytest.raises(TransportError, match=reason), allocated() as (transport, _):
-        transport.connect(place((POLICY, {"session": "host:1", "protocol": "tcp"})))
-        fetch(transport, bytes(8))
+def test_after_a_failed_read_another_session_is_taken(played, batch, statuses, reason):
+    with allocated() as (transport, buffers):
+        before = session_of(transport)
+        played.batch, played.statuses = batch, statuses
+        with pytest.raises(TransportError, match=reason) as caught:
+            fetch(transport, location())
+        assert (caught.value.context.peer, caught.value.context.bucket) == ("policy rank 0", 7)
+        transport.shut()
+        transport.open(sending=True, timeout_s=1.0, check=silent)
+        assert session_of(transport) != before
+        assert sorted(played.registered) == sorted(buffer.data_ptr() for buffer in buffers)
+        played.batch, played.statuses = 5, [1]
+        fetch(transport, location())
     assert played.registered == []
 
 
-def test_a_read_that_goes_on_keeps_its_buffer_but_not_its_registration(played):
+def test_a_read_that_is_given_up_is_left_with_its_engine(played):
     played.statuses = [0]
-    with allocated() as (transport, buffers):
-        transport.connect(place((POLICY, {"session": "host:1", "protocol": "tcp"})))
+    with allocated() as (transport, _):
         with pytest.raises(DeadlineError):
-            fetch(transport, bytes(8), timeout_s=0.05)
+            fetch(transport, location(), timeout_s=0.05)
+        engine = weakref.ref(played.engines.pop())
+        assert len(readers()) == 1
+        transport.open(sending=False, timeout_s=1.0, check=silent)
+        assert not readers()
+        assert engine() is None
+        played.statuses = [1]
+        fetch(transport, location())
+    assert played.registered == []
+
+
+def hang_up_on(nbytes: int, played: Played, monkeypatch) -> threading.Event:
+    """Let Mooncake not return from reads of that size until the event; returns it."""
+    go_on = threading.Event()
+    start = PlayedEngine.batch_transfer_async_read
+
+    def slow_start(engine: PlayedEngine, *arguments) -> int:
+        batch = start(engine, *arguments)
+        if engine.reads[-1][-1] == nbytes:
+            played.reading.set()
+            go_on.wait(10)
+        return batch
+
+    monkeypatch.setattr(PlayedEngine, "batch_transfer_async_read", slow_start)
+    return go_on
+
+
+def give_up(transport, played: Played) -> threading.Thread:
+    """Give a read up as soon as Mooncake has been called; returns its thread."""
+
+    def check() -> None:
+        if played.reading.is_set():
+            raise PeerLostError("its process ended")
+
+    with pytest.raises(PeerLostError):
+        fetch(transport, location(), check=check)
+    (reader,) = readers()
+    return reader
+
+
+def test_a_first_word_that_is_not_answered_is_left_alone_and_no_read_follows(played, monkeypatch):
+    go_on = hang_up_on(1, played, monkeypatch)
+    with allocated() as (transport, _):
+        reader = give_up(transport, played)
+        transport.open(sending=False, timeout_s=0.0, check=silent)
+        assert reader.is_alive()
+        go_on.set()
+        wait_for_readers()
+        assert played.engines[0].reads == [("host:1", 4096, 1)]
+        fetch(transport, location())
+    assert played.registered == []
+
+
+def test_a_read_that_does_not_return_keeps_its_buffer_and_holds_the_next_refit_up(played, monkeypatch):
+    go_on = hang_up_on(SIZE, played, monkeypatch)
+    monkeypatch.setattr(mooncake, "_DRAIN_S", 0.1)
+    with allocated() as (transport, buffers):
+        reader = give_up(transport, played)
+        with pytest.raises(DeadlineError, match=r"goes on after 0\.1 s"):
+            transport.open(sending=False, timeout_s=0.1, check=silent)
         address = buffers[0].data_ptr()
         del buffers
     assert played.registered == []
     gc.collect()
-    (reader,) = [thread for thread in threading.enumerate() if thread.name == THREAD]
-    assert reader._target.data_ptr() == address
-    played.statuses = [1]
-    reader.join(5)
-    assert not reader.is_alive()
+    assert reader._targets[-1].data_ptr() == address
+    go_on.set()
+    wait_for_readers()
 
 
-@pytest.mark.parametrize(
-    ("protocol", "forced", "fresh"), [("tcp", "1", "1"), ("rdma", None, None)], ids=["tcp", "rdma"]
-)
-def test_variables_are_set_for_mooncake_alone(played, monkeypatch, protocol, forced, fresh):
-    for name in ("MC_FORCE_TCP", "MC_DISABLE_METACACHE", "MC_USE_IPV6"):
+@pytest.mark.parametrize(("protocol", "forced"), [("tcp", "1"), ("rdma", None)])
+def test_variables_are_set_for_mooncake_alone(played, monkeypatch, protocol, forced):
+    for name in ("MC_FORCE_TCP", "MC_USE_IPV6"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MC_LOG_LEVEL", "INFO")
     before = dict(os.environ)
     session = MooncakeSession("::1" if protocol == "rdma" else "host", protocol, "")
-    assert session.name == ("[::1]:15001" if protocol == "rdma" else "host:15001")
+    assert session.name == ("[::1]:15002" if protocol == "rdma" else "host:15001")
     assert dict(os.environ) == before
     seen = played.environment
-    assert (seen.get("MC_FORCE_TCP"), seen.get("MC_DISABLE_METACACHE")) == (forced, fresh)
+    assert seen.get("MC_FORCE_TCP") == forced
     assert (seen["MC_LOG_LEVEL"], seen.get("MC_USE_IPV6")) == ("INFO", "1" if protocol == "rdma" else None)
 
 
@@ -413,34 +529,25 @@ def test_what_is_missing_is_named(monkeypatch, text, fix):
         import_mooncake()
 
 
-@pytest.mark.parametrize(
-    ("description", "problem"),
-    [
-        (
-            {"session": "host:1", "protocol": "rdma"},
-            "policy rank 0 uses Mooncake with protocol rdma, this worker",
+def test_a_peer_with_another_protocol_is_refused(played):
+    with (
+        allocated() as (transport, _),
+        pytest.raises(
+            ConfigurationError, match="policy rank 0 uses Mooncake with protocol rdma, this worker"
         ),
-        ({"session": "host", "protocol": "tcp"}, "metadata of policy rank 0 are damaged: session 'host'"),
-        ({"protocol": "tcp"}, "metadata of policy rank 0 are damaged: session None"),
-    ],
-)
-def test_a_peer_that_cannot_be_read_is_refused(played, description, problem):
-    with allocated() as (transport, _), pytest.raises(ConfigurationError, match=problem):
-        transport.connect(place((POLICY, description)))
+    ):
+        transport.connect(place((POLICY, {"protocol": "rdma"})))
 
 
-def test_calls_out_of_order_and_damaged_addresses(played):
+@pytest.mark.parametrize("payload", [b"", bytes(8), msgspec.msgpack.encode([1, "host:1"])])
+def test_a_bucket_that_is_nowhere_is_a_protocol_error(played, payload):
+    with allocated() as (transport, _), pytest.raises(ProtocolError, match="did not say where its buffer is"):
+        fetch(transport, payload)
+
+
+def test_without_buffers_nothing_is_published(played):
     with pytest.raises(LifecycleError, match="no buffers"):
-        make_transport().describe()
-    with allocated() as (transport, _):
-        with pytest.raises(LifecycleError, match="does not know policy rank 0"):
-            fetch(transport, bytes(8))
-        transport.connect(place((POLICY, {"session": "host:1", "protocol": "tcp"})))
-        with pytest.raises(ProtocolError, match="did not tell a buffer's address"):
-            fetch(transport, b"")
-        transport.disconnect()
-        with pytest.raises(LifecycleError, match="does not know"):
-            fetch(transport, bytes(8))
+        make_transport().publish(0, 1)
 
 
 @pytest.mark.parametrize(

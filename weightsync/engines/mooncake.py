@@ -1,16 +1,18 @@
 """The Mooncake checkpoint engine: receivers read the senders' buckets one-sidedly.
 
-A sender fills a registered buffer and tells its address on the control channel; the receivers read it into
-a registered buffer of their own through Mooncake's TransferEngine, over TCP or RDMA. No metadata server is
+A sender fills a registered buffer and tells where it is on the control channel; the receivers read it into a
+registered buffer of their own through Mooncake's TransferEngine, over TCP or RDMA. No metadata server is
 needed. Mooncake's own ports are open on every interface and know no password: whoever reaches them can read
 and write the transfer buffers, and no other memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
+import msgspec
 import torch
 
 from weightsync.control import Bucket
@@ -18,11 +20,10 @@ from weightsync.control.addresses import choose_hosts
 from weightsync.engines.bucketed import BucketedCheckpointEngine
 from weightsync.engines.buffers import allocate_bucket, require_device
 from weightsync.engines.mooncake_session import PROTOCOLS, MooncakeSession, borrow_session, return_session
-from weightsync.engines.transport import SLOTS, BucketTransport, Check, Peer, Place
+from weightsync.engines.transport import SLOTS, BucketTransport, Check, Place
 from weightsync.errors import ConfigurationError, DeadlineError, LifecycleError, ProtocolError, TransportError
 from weightsync.topology import RankId
 
-_ADDRESS_BYTES = 8
 _DRAIN_S = 1.0
 _REASON_S = 1.0
 
@@ -43,8 +44,6 @@ class MooncakeTransport(BucketTransport):
         self._session: MooncakeSession | None = None
         self._bucket_size = 0
         self._buffers: list[torch.Tensor] = []
-        self._sources: dict[RankId, str] = {}
-        """The sessions of those that are read from."""
 
     def allocate(self, bucket_size: int) -> list[torch.Tensor]:
         """Make and register two buffers.
@@ -53,7 +52,7 @@ class MooncakeTransport(BucketTransport):
             ConfigurationError: Mooncake is not installed, does not start, or cannot move GPU memory.
         """
         if self._session is None:
-            self._session = borrow_session(*self._settings)
+            self._session = self._borrow()
         if self._device.type == "cuda" and not self._session.on_gpu:
             raise ConfigurationError(
                 "device: cuda needs a build of Mooncake that knows GPUs: install mooncake-transfer-engine in "
@@ -68,76 +67,82 @@ class MooncakeTransport(BucketTransport):
         """Make and register one more buffer."""
         session = self._require_session()
         buffer = allocate_bucket(self._bucket_size, self._device)
-        # One by one, so that what a failure leaves behind is known to `release`.
         session.register(buffer)
         self._buffers.append(buffer)
         return buffer
 
     def describe(self) -> dict[str, Any]:
-        """Return the session's name, and what moves its bytes."""
-        return {"session": self._require_session().name, "protocol": self._settings[1]}
+        """Return what moves the bytes. Where they are is said of each bucket, see `publish`."""
+        return {"protocol": self._protocol}
 
     def connect(self, place: Place) -> None:
-        """Take the sources' sessions; a connection is made by the first read.
+        """Check that the sources fit; a connection is made by the first read.
 
         Raises:
-            ConfigurationError: a peer uses another protocol, or its description is damaged.
+            ConfigurationError: a source uses another protocol.
         """
-        self._require_session()
-        self._sources = {peer.who: self._session_of(peer) for peer in place.sources}
+        for peer in place.sources:
+            protocol = peer.transport.get("protocol")
+            if protocol != self._protocol:
+                raise ConfigurationError(
+                    f"{peer.who} uses Mooncake with protocol {protocol}, this worker with {self._protocol}: "
+                    f"set protocol alike on both sides"
+                )
 
     def open(self, *, sending: bool, timeout_s: float, check: Check) -> None:
-        """Wait for the end of reads that earlier refits gave up: they write into the same buffers."""
-        self._require_session().settle(timeout_s=timeout_s, check=check)
+        """Take a new session, if a read through this one failed or was given up."""
+        session = self._require_session()
+        if session.is_spoiled:
+            session.end(timeout_s=timeout_s, check=check)
+            fresh = self._borrow()
+            for buffer in self._buffers:
+                fresh.register(buffer)
+            self._session = fresh
 
     def publish(self, slot: int, nbytes: int) -> bytes:
-        """Return the buffer's address: the receivers read it where it is."""
-        return self._buffers[slot].data_ptr().to_bytes(_ADDRESS_BYTES, "little")
+        """Return where the buffer is: the receivers read it there."""
+        location = _Location(self._require_session().name, self._buffers[slot].data_ptr())
+        return msgspec.msgpack.encode(location)
 
     def fetch(
         self, source: RankId, bucket: Bucket, slot: int, *, timeout_s: float, check: Check
     ) -> torch.Tensor:
         """Read a bucket from the sender's buffer into a local one."""
         session, target = self._require_session(), self._buffers[slot][: bucket.nbytes]
-        if source not in self._sources:
-            raise LifecycleError(f"this Mooncake transport does not know {source}")
-        if len(bucket.payload) != _ADDRESS_BYTES:
-            raise ProtocolError("the sender did not tell a buffer's address", peer=str(source))
-        address = int.from_bytes(bucket.payload, "little")
+        where = {"peer": str(source), "bucket": bucket.seq}
         try:
-            failure = session.read(self._sources[source], address, target, timeout_s=timeout_s, check=check)
+            there = msgspec.msgpack.decode(bucket.payload, type=_Location)
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"the sender did not say where its buffer is: {error}", **where) from error
+        try:
+            failure = session.read(there.session, there.address, target, timeout_s=timeout_s, check=check)
         except DeadlineError as error:
-            error.with_context(peer=str(source), bucket=bucket.seq)
+            error.with_context(**where)
             raise
         if failure is not None:
             _let_speak(check)
-            raise TransportError(failure, peer=str(source), bucket=bucket.seq)
+            raise TransportError(failure, **where)
         return target
 
     def shut(self) -> None:
-        """Nothing to do: Mooncake answers readers by itself, and a read that was given up ends by itself."""
+        """Nothing to do: Mooncake answers readers by itself."""
 
     def disconnect(self) -> None:
-        """Forget the peers; Mooncake makes a connection for each read."""
-        self._sources = {}
+        """Nothing to do: what was learnt of a peer that does not come back is a line in Mooncake's books."""
 
     def release(self) -> None:
-        """Disconnect, deregister and free the buffers; the session stays."""
-        self.disconnect()
+        """Deregister and free the buffers; the session stays, if it is in order."""
         session = self._session
         if session is None:
             return
-        settled = True
-        try:
-            session.settle(timeout_s=_DRAIN_S, check=lambda: None)
-        except DeadlineError:
-            settled = False
-        while self._buffers:
-            session.unregister(self._buffers.pop())
-        if not settled:
-            # The read keeps its buffer alive until it has ended, and the session goes with it: who takes one
-            # next must not have to wait.
-            self._session = None
+        self._buffers = []
+        if not session.is_spoiled:
+            session.unregister_all()
+            return
+        self._session = None
+        # A read that goes on keeps its buffer alive until it has ended.
+        with contextlib.suppress(DeadlineError):
+            session.end(timeout_s=_DRAIN_S, check=lambda: None)
 
     def close(self) -> None:
         """Release, and give the session back to the process."""
@@ -146,21 +151,24 @@ class MooncakeTransport(BucketTransport):
         if session is not None:
             return_session(session, *self._settings)
 
-    def _session_of(self, peer: Peer) -> str:
-        name, protocol, own = peer.transport.get("session"), peer.transport.get("protocol"), self._settings[1]
-        if protocol != own:
-            raise ConfigurationError(
-                f"{peer.who} uses Mooncake with protocol {protocol}, this worker with {own}: set protocol "
-                f"alike on both sides"
-            )
-        if not isinstance(name, str) or not name.rpartition(":")[2].isdecimal():
-            raise ConfigurationError(f"the Mooncake metadata of {peer.who} are damaged: session {name!r:.80}")
-        return name
+    @property
+    def _protocol(self) -> str:
+        return self._settings[1]
+
+    def _borrow(self) -> MooncakeSession:
+        return borrow_session(*self._settings)
 
     def _require_session(self) -> MooncakeSession:
         if self._session is None:
             raise LifecycleError("this Mooncake transport has no buffers: allocate them first")
         return self._session
+
+
+class _Location(msgspec.Struct, frozen=True, array_like=True):
+    """What `MooncakeTransport.publish` says: a session, and an address in its process."""
+
+    session: str
+    address: int
 
 
 def _let_speak(check: Check) -> None:

@@ -1,9 +1,13 @@
 """The seam to the Mooncake package: a TransferEngine, its memory, its reads. Nothing else imports it.
 
-Mooncake names an engine by the address of its handshake port, its session. Two of its calls do not suit a
-refit and are kept away from it here: the first word to a peer that is stopped waits for a minute, and
-engines take a second to end, with Python's lock held. So reads are started in threads of their own, and
-engines are kept for the next user in their process.
+Mooncake names an engine by the address of its handshake port, its session. What does not suit a refit is kept
+away from it here:
+
+- The first word to a peer that is stopped waits for a minute. So each read has a thread of its own, and the
+  first one from a peer is of a byte that nobody needs.
+- A read cannot be cancelled. But once its engine is gone nothing writes into its buffer any more.
+- An engine takes a second to end, with Python's lock held. So those that are in order are kept for the next
+  user in their process.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,7 +69,7 @@ class MooncakeSession:
         with _environment(_variables(host, protocol)):
             if protocol == "rdma":
                 _require_rdma(api, device_name)
-            self._engine = api.TransferEngine()
+            self._engine: Any = api.TransferEngine()
             code = self._engine.initialize(host, _NO_SERVER, protocol, device_name)
         if code != 0:
             raise ConfigurationError(
@@ -76,7 +80,14 @@ class MooncakeSession:
         """By which peers reach it."""
         self.on_gpu = bool(getattr(api, "SUPPORT_CUDA", True) or getattr(api, "SUPPORT_HIP", False))
         """Whether this build of Mooncake moves GPU memory."""
-        self._given_up: list[_Read] = []
+        self.is_spoiled = False
+        """Whether a read failed or was given up: the engine may look for a peer where it no longer is, or
+        write into a buffer when nobody expects it. `end` the session, and take another one."""
+        self._registered: list[torch.Tensor] = []
+        self._met: set[str] = set()
+        self._given_up: _Read | None = None
+        self._byte = torch.zeros(1, dtype=torch.uint8)
+        _require(self._engine.register_memory(self._byte.data_ptr(), 1), "register memory")
 
     def register(self, buffer: torch.Tensor) -> None:
         """Let peers read a contiguous buffer.
@@ -86,21 +97,24 @@ class MooncakeSession:
         """
         nbytes = buffer.numel() * buffer.element_size()
         code = self._engine.register_memory(buffer.data_ptr(), nbytes)
-        if code != 0:
-            raise TransportError(f"Mooncake refused to register {nbytes} bytes on {buffer.device} ({code})")
+        _require(code, f"register {nbytes} bytes on {buffer.device}")
+        self._registered.append(buffer)
 
-    def unregister(self, buffer: torch.Tensor) -> None:
-        """Undo `register`."""
-        code = self._engine.unregister_memory(buffer.data_ptr())
-        if code != 0:
-            raise TransportError(f"Mooncake did not give a buffer on {buffer.device} back ({code})")
+    def unregister_all(self) -> None:
+        """Undo every `register`.
+
+        Raises:
+            TransportError: Mooncake refuses; the other buffers are unregistered all the same.
+        """
+        buffers, self._registered = self._registered, []
+        codes = [self._engine.unregister_memory(buffer.data_ptr()) for buffer in buffers]
+        for code in codes:
+            _require(code, "unregister a buffer")
 
     def read(
         self, session: str, address: int, target: torch.Tensor, *, timeout_s: float, check: Callable[[], None]
     ) -> str | None:
         """Fill a local buffer from a peer's memory; returns when all is here, or else why Mooncake failed.
-
-        A read that is given up goes on in the background; `settle` waits for its end.
 
         Args:
             session: the peer's `name`.
@@ -112,71 +126,105 @@ class MooncakeSession:
         Raises:
             DeadlineError: it did not end in time.
         """
-        read = _Read(self._engine, session, address, target)
+        targets = [target] if session in self._met else [self._byte, target]
+        read = _Read(self._engine, session, address, targets)
         read.start()
+        deadline = time.monotonic() + timeout_s
         try:
-            _await(read, timeout_s, check, f"a read of {target.numel()} bytes from {session} did not end")
+            while not read.ended.wait(_CHECK_S):
+                if time.monotonic() > deadline:
+                    size = target.numel() * target.element_size()
+                    raise DeadlineError(
+                        f"a read of {size} bytes from {session} did not end within {timeout_s:g} s"
+                    )
+                check()
         except BaseException:
-            self._given_up.append(read)
+            self.is_spoiled, self._given_up = True, read
             raise
+        if read.failure is None:
+            self._met.add(session)
+        else:
+            self.is_spoiled = True
         return read.failure
 
-    def settle(self, *, timeout_s: float, check: Callable[[], None]) -> None:
-        """Wait until no read that was given up can write into its buffer any more.
+    def end(self, *, timeout_s: float, check: Callable[[], None]) -> None:
+        """End the engine; nothing is read from or written into this process's memory through it after that.
 
         Raises:
-            DeadlineError: one goes on.
+            DeadlineError: a read that was given up can still write into its buffer; it may be tried again.
         """
-        deadline = time.monotonic() + timeout_s
-        while self._given_up:
-            left_s = max(0.0, deadline - time.monotonic())
-            _await(self._given_up[0], left_s, check, "a read that an earlier refit gave up goes on")
-            del self._given_up[0]
+        if self._engine is not None:
+            for buffer in self._registered:
+                self._engine.unregister_memory(buffer.data_ptr())
+            self._registered, self._engine = [], None
+        if self._given_up is not None:
+            self._given_up.leave(timeout_s, check)
 
 
 class _Read(threading.Thread):
-    """One read, from its start to its end. Keeps engine and buffer alive for as long as it takes."""
+    """Reads from one address into one buffer after another. Keeps engine and buffers alive meanwhile."""
 
-    def __init__(self, engine: Any, session: str, address: int, target: torch.Tensor) -> None:
+    def __init__(self, engine: Any, session: str, address: int, targets: Sequence[torch.Tensor]) -> None:
         super().__init__(name="weightsync-mooncake-read", daemon=True)
         self._engine = engine
         self._session = session
         self._address = address
-        self._target = target
+        self._targets = targets
+        self._last = False
+        """Whether it has come to the last buffer, the one that matters."""
+        self._left = threading.Event()
         self.ended = threading.Event()
         self.failure: str | None = None
         """Why it failed, once it has."""
 
+    def leave(self, timeout_s: float, check: Callable[[], None]) -> None:
+        """Wait until the last buffer is no longer written to, by an engine of which nothing else is left.
+
+        Raises:
+            DeadlineError: Mooncake does not return from its start.
+        """
+        self._left.set()
+        deadline = time.monotonic() + timeout_s
+        while self._last and self.is_alive():
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"a read that an earlier refit gave up goes on after {timeout_s:g} s")
+            check()
+            self.join(_CHECK_S)
+
     def run(self) -> None:
         """Read. Whatever happens is told in `failure`."""
         try:
-            bind_thread(self._target.device)
-            self.failure = self._read()
+            bind_thread(self._targets[-1].device)
+            for target in self._targets:
+                self._last = target is self._targets[-1]
+                # Asked after that is said, so that `leave` never overlooks a read that is about to start.
+                if self.failure is None and not self._left.is_set():
+                    self.failure = self._read(target)
         except Exception as error:  # noqa: BLE001 - told to the one who waits
             self.failure = f"Mooncake raised {error!r}"
         finally:
             self.ended.set()
+            self._engine = None  # one that was left ends here
 
-    def _read(self) -> str | None:
-        size = self._target.numel() * self._target.element_size()
+    def _read(self, target: torch.Tensor) -> str | None:
+        size = target.numel() * target.element_size()
         batch = self._engine.batch_transfer_async_read(
-            self._session, [self._target.data_ptr()], [self._address], [size]
+            self._session, [target.data_ptr()], [self._address], [size]
         )
         if batch == 0:
             return f"Mooncake could not reach {self._session}"
         started = time.monotonic()
         while (status := self._engine.transfer_check_status(batch)) in _PENDING:
+            if self._left.is_set():
+                return "it was given up"
             # Often at first, so that a short read is not held up; rarely in a long one.
             time.sleep(min(max((time.monotonic() - started) / 50, _MIN_POLL_S), _MAX_POLL_S))
         return None if status == _DONE else f"Mooncake failed to read {size} bytes from {self._session}"
 
 
-def _await(read: _Read, timeout_s: float, check: Callable[[], None], overdue: str) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not read.ended.wait(_CHECK_S):
-        if time.monotonic() > deadline:
-            raise DeadlineError(f"{overdue} within {timeout_s:g} s")
-        check()
+def _require(code: int, what: str) -> None:
+    if code != 0:
+        raise TransportError(f"Mooncake refused to {what} (code {code})")
 
 
 def _variables(host: str, protocol: str) -> dict[str, str]:
@@ -185,9 +233,8 @@ def _variables(host: str, protocol: str) -> dict[str, str]:
     if is_ipv6(host):
         variables["MC_USE_IPV6"] = "1"
     if protocol == "tcp":
-        # Otherwise it takes RDMA wherever there is a device, whatever protocol was named. And a new process
-        # at an old one's port would be looked for where the old one was.
-        variables |= {"MC_FORCE_TCP": "1", "MC_DISABLE_METACACHE": "1"}
+        # Otherwise it takes RDMA wherever there is a device, whatever protocol was named.
+        variables["MC_FORCE_TCP"] = "1"
     return variables
 
 
@@ -224,5 +271,5 @@ def borrow_session(host: str, protocol: str, device_name: str) -> MooncakeSessio
 
 
 def return_session(session: MooncakeSession, host: str, protocol: str, device_name: str) -> None:
-    """Give a session without memory and reads back for the next engine of this process."""
+    """Give a session that is in order, and has no memory, back for the next engine of this process."""
     _POOL.give((host, protocol, device_name), session)
