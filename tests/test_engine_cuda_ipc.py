@@ -64,7 +64,7 @@ def test_torch_counts_readers_as_the_handle_says():
         assert callable(getattr(torch.UntypedStorage, name))
 
 
-HANDLE = Handle(1, b"h" * 64, SIZE, 512, b"/torch_1_2", 3, b"e" * 64, True)
+HANDLE = Handle(1, b"h" * 64, SIZE, 512, b"/torch_1_2_0", 3, b"e" * 64, True)
 """As torch would give it for a storage on the sender's GPU 1."""
 
 
@@ -112,7 +112,7 @@ def test_a_gpu_block_says_where_it_is_and_gives_back_its_count(monkeypatch):
     assert msgspec.convert(plain, CudaAddress) == block.address
     block.free()
     block.free()
-    assert [call for call in gpus.calls if call[0] == "release"] == [("release", b"/torch_1_2", 3)]
+    assert [call for call in gpus.calls if call[0] == "release"] == [("release", b"/torch_1_2_0", 3)]
 
 
 def test_gpu_memory_that_torch_cannot_share_says_what_to_write(monkeypatch):

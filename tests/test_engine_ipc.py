@@ -24,7 +24,8 @@ WAIT = {"timeout_s": 5.0, "check": lambda: None}
 
 
 def place(who: RankId, *, sources=(), targets=()) -> Place:
-    return Place(who, 1, 1, tuple(sources), tuple(targets))
+    worlds = {"train_world_size": 1, "rollout_world_size": 1, "receivers": (0,)}
+    return Place(who, sources=tuple(sources), targets=tuple(targets), **worlds)
 
 
 def bucket(slot: int, nbytes: int = SIZE, payload: bytes = b"") -> Bucket:

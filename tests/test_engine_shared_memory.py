@@ -113,7 +113,7 @@ def test_no_descriptor_for_a_block_is_an_error_that_says_so(monkeypatch):
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(shared_memory.os, "memfd_create", create)
-    with pytest.raises(TransportError, match="cannot make shared memory .* Too many open files"):
+    with pytest.raises(TransportError, match=r"cannot make shared memory .* Too many open files"):
         SharedBlock(64)
 
 

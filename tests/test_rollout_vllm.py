@@ -24,7 +24,7 @@ def checkpoints(tmp_path_factory):
     return tmp_path_factory.mktemp("checkpoints")
 
 
-def run_group(name, directory, in_process=True):
+def run_group(name, directory, in_process=True, module="tests.vllm_scenarios"):
     env = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
@@ -33,7 +33,7 @@ def run_group(name, directory, in_process=True):
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not in_process)),
         "PYTHONPATH": str(ROOT),
     }
-    command = [sys.executable, "-m", "tests.vllm_scenarios", name, str(directory)]
+    command = [sys.executable, "-m", module, name, str(directory)]
     out, err, code = run_in_group(command, env)
     results = [line for line in out.splitlines() if line.startswith("RESULT ")]
     assert results, f"rc {code}\n{out[-3000:]}\n{err[-6000:]}"

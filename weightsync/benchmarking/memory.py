@@ -75,7 +75,7 @@ def _shared() -> dict[str, int]:
     for line in _PROC.joinpath("smaps").read_text().splitlines():
         if (mapping := _MAPPING.match(line)) is not None:
             rights, device, inode, path = mapping.groups()
-            in_memory = rights.endswith("s") or path.startswith("/dev/shm/")
+            in_memory = rights.endswith("s") or path.startswith(("/dev/shm/", "/memfd:"))
             current = f"{device}:{inode}" if in_memory and inode != "0" else None
         elif current is not None and line.startswith("Rss:"):
             sizes[current] += int(line.split()[1]) << 10

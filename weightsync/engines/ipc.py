@@ -193,6 +193,7 @@ class IPCCheckpointEngine(BucketedCheckpointEngine):
     transport_name = "ipc"
     topologies = ("pairs", "star", "stripes")
     default_topology = "pairs"
+    why_these_topologies = "receivers read the sender's own memory, and so have nothing to send on"
     lacks: ClassVar[Mapping[str, str]] = {
         "hosts": "shared memory ends at the host: write refit_transport: nixl for workers on several hosts",
         "latecomers": "buckets are kept until they are loaded, and no longer",
