@@ -31,7 +31,7 @@ def fast(**settings):
 
 class Fast:
     settings = fast()
-    collective_s = 0.6
+    collective_s = 0.5
 
 
 @pytest.mark.nixl

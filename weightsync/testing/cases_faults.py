@@ -18,6 +18,10 @@ from weightsync.testing.suite import Suite
 from weightsync.testing.work import FIRST, HOLD, MIDDLE, PLACES, RAISE, STOP, InjectedError, Plan
 
 _SIDES = ("policy", "rollout")
+_SOME = [
+    *(pytest.param((side, 0), marks=pytest.mark.slow) for side in _SIDES),
+    *((side, 1) for side in _SIDES),
+]
 
 
 class PairFaultCases(Suite):
@@ -69,6 +73,7 @@ class PairFaultCases(Suite):
         finally:
             engine.close()
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("side", _SIDES)
     def test_closed_during_a_refit(self, side: str) -> None:
         """It ends the refit on both sides; new engines in its place refit again."""
@@ -106,9 +111,7 @@ class SeveralFaultCases(Suite):
     @pytest.mark.parametrize(
         "world", [(2, 2), pytest.param((2, 4), marks=pytest.mark.slow)], ids=lambda w: f"{w[0]} to {w[1]}"
     )
-    @pytest.mark.parametrize(
-        "who", [("policy", 0), ("policy", 1), ("rollout", 0), ("rollout", 1)], ids=lambda w: f"{w[0]} {w[1]}"
-    )
+    @pytest.mark.parametrize("who", _SOME, ids=lambda who: f"{who[0]} {who[1]}")
     def test_one_of_several_raises(self, world: World, who: tuple[str, int]) -> None:
         """No rank is left waiting, and none takes half a stream for all of it."""
         self.need("losses")

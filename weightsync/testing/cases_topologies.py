@@ -19,10 +19,10 @@ class TopologyCases(Suite):
     def test_all_ranks_in_step(self, world: World) -> None:
         """Making an item takes all policy ranks, as a collective does: each must drain its stream in step.
 
-        Items are made when asked for and must not be collected. Values, then names and shapes change.
+        Items are made when asked for and must not be collected. Names and shapes change.
         """
         with self.crew_of(world) as crew:
-            for seed in (0, 1, 3):
+            for seed in (0, 3):
                 crew.works(Plan("mixed", seed=seed, in_step=True, watched=True))
             crew.works(Plan("nothing", in_step=True))
 
