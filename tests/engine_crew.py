@@ -17,8 +17,8 @@ Pairs = list[tuple[str, torch.Tensor]]
 FAST = {"device": "cpu", "bind_host": "127.0.0.1", "connect_s": 5.0, "stall_s": 5.0, "silence_s": 4.0}
 
 
-def make_engine(bucket_size: int = MIB, **settings) -> NIXLCheckpointEngine:
-    return NIXLCheckpointEngine(bucket_size, **{**FAST, **settings})
+def make_engine(bucket_size: int = MIB, *, engine=NIXLCheckpointEngine, **settings):
+    return engine(bucket_size, **{**FAST, **settings})
 
 
 def join(policy: list[NIXLCheckpointEngine], rollout: list[NIXLCheckpointEngine]) -> None:

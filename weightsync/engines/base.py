@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import torch
 
 from weightsync.errors import ConfigurationError
-from weightsync.errors import ConfigurationError
 from weightsync.tensors import WeightManifest
 
 CAPABILITIES: Mapping[str, str] = {
@@ -140,7 +139,8 @@ class CheckpointEngine(ABC):
             ConfigurationError: this engine cannot; prepare all of them anew instead.
         """
         raise ConfigurationError(
-            f"{type(self).__name__} cannot change its process group: finalize, prepare and join on all workers"
+            f"{type(self).__name__} cannot change its process group: "
+            "finalize, prepare and join on all workers"
         )
 
     def abort_refit(self, error: BaseException) -> None:  # noqa: B027 - an optional hook

@@ -7,7 +7,7 @@ Here are the life of an engine and of a refit, and their clean-up; `session` hol
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from functools import partial
 from typing import Any, ClassVar
@@ -54,6 +54,10 @@ class BucketedCheckpointEngine(CheckpointEngine):
         bind_host: address that the control socket binds; default: the host's outgoing interface.
         advertise_host: address that peers are told; default: ``bind_host``.
     """
+
+    lacks: ClassVar[Mapping[str, str]] = {
+        "latecomers": "buckets are kept until they are loaded, and no longer"
+    }
 
     transport_name: ClassVar[str]
     topologies: ClassVar[tuple[str, ...]]

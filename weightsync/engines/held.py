@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -12,7 +13,7 @@ from weightsync.engines.lockstep import Lockstep
 from weightsync.engines.refit import Refit
 from weightsync.engines.session import Session
 from weightsync.engines.shelf import Shelf
-from weightsync.engines.steward import Held, Steward
+from weightsync.engines.steward import Held, Steward, share_of
 from weightsync.engines.stream import Weights
 from weightsync.engines.transport import BucketTransport
 from weightsync.errors import LifecycleError, WeightSyncError
@@ -34,14 +35,13 @@ class HoldingCheckpointEngine(BucketedCheckpointEngine):
     seconds and then turns it away, with an error that says so.
     """
 
+    lacks: ClassVar[Mapping[str, str]] = {}
     keeps_buckets: ClassVar[bool] = True
 
     def __init__(self, bucket_size: int, **common: Any) -> None:
         super().__init__(bucket_size, **common)
         self._steward: Steward | None = None
         self._held: Held | str = _NOTHING_YET
-        self._share: tuple[int, int] | None = None
-        """Policy rank and number of policy ranks that it is held as."""
 
     @abstractmethod
     def make_transport(self) -> BucketTransport:
@@ -57,8 +57,6 @@ class HoldingCheckpointEngine(BucketedCheckpointEngine):
             rollout_world_size=rollout_world_size,
             metadata=metadata,
         )
-        if self._share != (worker_rank, train_world_size):
-            self._share, self._held = (worker_rank, train_world_size), _NOTHING_YET
         session, transport = self._prepared()
         if session.guests is not None:
             make_refit = partial(self._refit_of, session, transport, None, None)
@@ -93,7 +91,7 @@ class HoldingCheckpointEngine(BucketedCheckpointEngine):
             await refit.waiter.run(step_aside, undo=lambda: steward.resume(steward.held))
             figures = await super()._send(weights, session, replace(refit, shelf=shelf), lockstep)
             epoch, version = refit.agreed[-1]
-            self._held = Held(epoch, version, tuple(shelf.said))
+            self._held = Held(epoch, version, share_of(refit), tuple(shelf.said))
         except BaseException as error:
             if shelf.is_written:
                 self._held = f"the last refit failed: {_first_line(error)}"

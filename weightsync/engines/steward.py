@@ -23,11 +23,17 @@ _END_S = 10.0
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank holds of the last refit: under which epoch and version, and the messages that give it."""
+    """What a rank holds of the last refit: of which epoch, version and share, and the messages that give it."""
 
     epoch: int
     version: int | None
+    share: tuple[int, int]
     said: tuple[Message, ...]
+
+
+def share_of(refit: Refit) -> tuple[int, int]:
+    """Return which share of the stream a policy rank sends, and of how many."""
+    return refit.who.rank, refit.topology.train_world_size
 
 
 class Steward:
@@ -160,6 +166,8 @@ class Steward:
 
     def _give(self, held: Held) -> None:
         refit = self._make_refit()
+        if held.share != share_of(refit):
+            raise LifecycleError("the policy ranks are others than in the last refit: run one first")
         outlet = Outlet(refit, [self._guests], Slots(0))
         timeout_s = refit.deadlines.connect_s
         try:
