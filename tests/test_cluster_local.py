@@ -205,6 +205,7 @@ def test_after_a_failure_the_others_get_a_short_grace_only():
 def test_threads_end_with_the_group():
     before = set(threading.enumerate())
     group = LocalPolicyGroup([ScriptedPolicyWorker(rank) for rank in range(4)])
+    gather("x", [group.submit("finalize_checkpoint_engine")], timeout_s=5, grace_s=5)
     mine = set(threading.enumerate()) - before
     assert len(mine) == 4
     group.close()
@@ -212,6 +213,7 @@ def test_threads_end_with_the_group():
         group.submit("prepare_checkpoint_engine")
     before = set(threading.enumerate())
     dropped = LocalPolicyGroup([ScriptedPolicyWorker(0)])
+    gather("x", [dropped.submit("finalize_checkpoint_engine")], timeout_s=5, grace_s=5)
     mine |= set(threading.enumerate()) - before
     assert len(mine) == 5
     del dropped

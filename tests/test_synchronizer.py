@@ -99,7 +99,7 @@ REFIT_AT_A_HOST = [
 
 def test_a_topology_that_does_not_fit_is_refused_before_a_worker_is_called():
     job = Job(topology="pairs", policy_world=2, sizes=(1, 2), connected=False)
-    with pytest.raises(ConfigurationError, match="2 policy and 3 rollout workers.*write topology: auto"):
+    with pytest.raises(ConfigurationError, match=r"2 policy and 3 rollout workers.*write topology: auto"):
         job.synchronizer.init_communicator()
     assert set(job.log.methods()) <= {"describe", "assign_ranks"}
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from weightsync.cluster.base import WorkerGroup
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from weightsync.cluster.base import PendingCall, WorkerGroup
 from weightsync.config import RefitConfig, resolve_bucket_size
 from weightsync.crew import Crew, Deadline, require_complete
+from weightsync.errors import ConfigurationError
 from weightsync.names import portable_backend
+from weightsync.topology import RankId
 
 
 def agree_on_bucket_size(crew: Crew, config: RefitConfig, deadline: Deadline) -> int:
@@ -31,38 +36,166 @@ def make_engines(crew: Crew, config: RefitConfig, bucket_size: int, deadline: De
     Raises:
         StepError: a worker could not.
     """
-    arguments = {
+    arguments = _engine_arguments(config, bucket_size)
+    crew.require("init", *crew.on_both("init_checkpoint_engine", arguments), deadline=deadline)
+
+
+def _engine_arguments(config: RefitConfig, bucket_size: int) -> dict[str, Any]:
+    return {
         # A name that only this process registered would be unknown to the workers.
         "backend": portable_backend(config.transport),
         "bucket_size_bytes": bucket_size,
         "engine_kwargs": config.engine_kwargs(),
     }
-    crew.require("init", *crew.on_both("init_checkpoint_engine", arguments), deadline=deadline)
 
 
-def connect_engines(crew: Crew, deadline: Deadline) -> None:
-    """Let every engine prepare, hand all metadata to all of them, and connect both sides at once.
+class Connection:
+    """The engines of both sides: made, connected, and connected again where something has changed.
 
-    Metadata is ordered: policy ranks first, then global rollout ranks.
+    Args:
+        crew: the workers.
+        config: of the engines.
 
-    Raises:
-        StepError: a worker could not; also for a topology that the engine does not know.
+    Attributes:
+        bucket_size: bytes of one transfer bucket; fixed once it is known.
+        is_due: whether the engines must prepare and connect again before the next refit.
+        lacks_engines: whether a worker may have been started anew behind its handle, and so have no engine.
     """
-    answers = crew.require("prepare", *crew.on_both("prepare_checkpoint_engine"), deadline=deadline)
-    metadata = [
-        *require_complete(answers, crew.policy, "prepare"),
-        *require_complete(answers, crew.rollout, "prepare"),
-    ]
-    arguments = {
-        "train_world_size": crew.policy.world_size,
-        "rollout_world_size": crew.rollout.world_size,
-        "metadata": metadata,
-    }
-    prefixes = [{"rank_prefix": prefix} for prefix in crew.rollout.rank_prefixes]
-    method = "init_checkpoint_engine_process_group"
-    rollout = crew.rollout.submit(method, arguments, each=prefixes)
-    policy = crew.policy.submit(method, arguments)
-    crew.require("connect", rollout, policy, deadline=deadline)
+
+    def __init__(self, crew: Crew, config: RefitConfig) -> None:
+        self.bucket_size: int | None = None
+        self.is_due = False
+        self.lacks_engines = False
+        self._crew = crew
+        self._config = config
+        self._metadata: dict[str, list[Any]] = {"policy": [], "rollout": []}
+
+    def make(self, deadline: Deadline, step_s: float) -> None:
+        """Make an engine on every worker and connect them all; ``step_s`` bounds each step but the first.
+
+        Raises:
+            StepError: a worker could not.
+            ConfigurationError: no bucket fits into the smallest worker.
+        """
+        if self.bucket_size is None:
+            # The first call also waits for workers that are still starting.
+            self.bucket_size = agree_on_bucket_size(self._crew, self._config, deadline)
+        make_engines(self._crew, self._config, self.bucket_size, Deadline(min(step_s, deadline.left_s())))
+        self._connect(Deadline(min(step_s, deadline.left_s())))
+
+    def again(self, deadline: Deadline) -> None:
+        """Let every engine prepare and connect anew.
+
+        Raises:
+            StepError: a worker could not.
+        """
+        finalize_engines(self._crew, deadline)
+        if self.lacks_engines and self.bucket_size is not None:
+            # A worker that was started anew gets an engine; policy workers that have theirs keep it.
+            make_engines(self._crew, self._config, self.bucket_size, deadline)
+        self._connect(deadline)
+
+    def change(self, deadline: Deadline, *, policy: Collection[int], rollout: Collection[int]) -> None:
+        """Connect workers that are new; the others keep their buffers, and their links to each other.
+
+        Args:
+            deadline: of all of it.
+            policy: the ranks of the policy workers that are new.
+            rollout: the first ranks of the engine hosts that are new.
+
+        Raises:
+            StepError: a worker could not; all of them must connect anew then.
+            ConfigurationError: a new worker has too little memory for the buckets of the others.
+        """
+        self.is_due = self.lacks_engines = True  # until it has worked
+        if self.bucket_size is None:
+            raise ConfigurationError("the engines were never connected")
+        new = _Part(self._crew, policy, rollout)
+        arguments = {"device": self._config.device}
+        answers = new.require("capacity", "checkpoint_engine_total_memory_bytes", arguments, deadline)
+        _require_room(answers, self._config.bucket_memory_ratio, self.bucket_size)
+        engine = _engine_arguments(self._config, self.bucket_size)
+        new.require("init", "init_checkpoint_engine", engine, deadline)
+        prepared = new.require("prepare", "prepare_checkpoint_engine", None, deadline)
+        for who, metadata in prepared.items():
+            self._metadata[who.side][who.rank] = metadata
+        self._join(deadline, new)
+        self.is_due = self.lacks_engines = False
+
+    def insert(self, side: str, rank: int, count: int) -> None:
+        """Make room for the metadata of new ranks, which take this one and those after it."""
+        self._metadata[side][rank:rank] = [None] * count
+
+    def remove(self, side: str, rank: int, count: int) -> None:
+        """Forget the metadata of ranks that have left."""
+        del self._metadata[side][rank : rank + count]
+
+    def _connect(self, deadline: Deadline) -> None:
+        """Let every engine prepare, hand all metadata to all of them, and connect both sides at once."""
+        crew = self._crew
+        answers = crew.require("prepare", *crew.on_both("prepare_checkpoint_engine"), deadline=deadline)
+        groups: tuple[WorkerGroup, ...] = (crew.policy, crew.rollout)
+        self._metadata = {group.side: require_complete(answers, group, "prepare") for group in groups}
+        self._join(deadline, None)
+        self.is_due = self.lacks_engines = False
+
+    def _join(self, deadline: Deadline, new: _Part | None) -> None:
+        """Hand all metadata, policy ranks first, to all workers; those that are not new have joined."""
+        crew = self._crew
+        arguments = {
+            "train_world_size": crew.policy.world_size,
+            "rollout_world_size": crew.rollout.world_size,
+            "metadata": [*self._metadata["policy"], *self._metadata["rollout"]],
+        }
+        prefixes = [{"rank_prefix": prefix} for prefix in crew.rollout.rank_prefixes]
+        method = "init_checkpoint_engine_process_group"
+        if new is None:
+            rollout = crew.rollout.submit(method, arguments, each=prefixes)
+            crew.require("connect", rollout, crew.policy.submit(method, arguments), deadline=deadline)
+            return
+        calls = new.submit(method, arguments, prefixes)
+        calls += new.others().submit("update_checkpoint_engine_process_group", arguments, prefixes)
+        crew.require("connect", *calls, deadline=deadline)
+
+
+class _Part:
+    """Some workers of each side, by their first ranks."""
+
+    def __init__(self, crew: Crew, policy: Collection[int], rollout: Collection[int]) -> None:
+        self._crew = crew
+        self._policy = frozenset(policy)
+        self._rollout = frozenset(rollout)
+
+    def others(self) -> _Part:
+        """Return all workers that are not in this part."""
+        policy = frozenset(range(self._crew.policy.world_size)) - self._policy
+        return _Part(self._crew, policy, frozenset(self._crew.rollout.rank_prefixes) - self._rollout)
+
+    def submit(
+        self, method: str, kwargs: Mapping[str, Any] | None, each: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[PendingCall]:
+        """Start a call on them; ``each`` has further arguments for every engine host of the group."""
+        calls = []
+        if self._rollout:
+            calls.append(self._crew.rollout.submit(method, kwargs, each=each, only=self._rollout))
+        if self._policy:
+            calls.append(self._crew.policy.submit(method, kwargs, only=self._policy))
+        return calls
+
+    def require(
+        self, phase: str, method: str, kwargs: Mapping[str, Any] | None, deadline: Deadline
+    ) -> dict[RankId, Any]:
+        """Call them all; returns their values by rank."""
+        return self._crew.require(phase, *self.submit(method, kwargs), deadline=deadline).values
+
+
+def _require_room(capacities: Mapping[RankId, Any], ratio: float, bucket_size: int) -> None:
+    for who, capacity in capacities.items():
+        if (size := resolve_bucket_size([capacity], ratio)) < bucket_size:
+            raise ConfigurationError(
+                f"{who} has {capacity} bytes of memory, room for buckets of {size} bytes; the others have "
+                f"buckets of {bucket_size}: connect anew, after shutdown(), or use workers of one size"
+            )
 
 
 def finalize_engines(crew: Crew, deadline: Deadline) -> None:

@@ -7,7 +7,8 @@ that call ends: using its worker before would only queue behind it.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from weightsync.cluster.base import (
     driver_failure,
     gather,
 )
+from weightsync.cluster.view import HostView, ranks_of
 from weightsync.errors import ErrorRecord, ProtocolError
 from weightsync.topology import RankId
 
@@ -135,7 +137,8 @@ class Crew:
         return {who: seconds for who, seconds in left.items() if seconds > 0}
 
     def _forget_ended(self) -> None:
-        self._overdue = [overdue for overdue in self._overdue if overdue.call.outstanding]
+        # In place: parts of this crew share the list.
+        self._overdue[:] = [overdue for overdue in self._overdue if overdue.call.outstanding]
 
     def settle(self) -> set[RankId]:
         """Give late calls a moment to end; return the ranks that are busy still."""
@@ -147,6 +150,34 @@ class Crew:
                 self.lost.update({RankId(call.side, rank): error for rank, error in died.items() if error})
             self._forget_ended()
         return self.busy()
+
+    def forget(self, gone: Collection[RankId], *, moving_up: bool = False) -> None:
+        """Forget what is known of ranks whose worker has left.
+
+        Args:
+            gone: ranks of one side, contiguous.
+            moving_up: the ranks behind them take their numbers, in place of new workers.
+        """
+        left = set(gone)
+        self._overdue[:] = [overdue for overdue in self._overdue if not overdue.outstanding <= left]
+        first, count = min(left), len(left) if moving_up else 0
+
+        def moved(who: RankId) -> RankId:
+            return RankId(who.side, who.rank - count) if who.side == first.side and who > first else who
+
+        lost = {moved(who): error for who, error in self.lost.items() if who not in left}
+        self.lost.clear()
+        self.lost.update(lost)
+        if first.side == "rollout":
+            stale = {moved(RankId("rollout", rank)).rank for rank in self.stale if rank != first.rank}
+            self.stale.clear()
+            self.stale.update(stale)
+
+    def among(self, hosts: Collection[int]) -> Crew:
+        """Return the same crew with some of the engine hosts, named by their first ranks."""
+        part = copy(self)
+        part.rollout = HostView(self.rollout, hosts)
+        return part
 
     @property
     def colocated(self) -> bool:
@@ -176,8 +207,8 @@ def require_complete(answers: Answers, group: WorkerGroup, phase: str) -> list[A
         StepError: the group did not answer for exactly the ranks that it says it has.
     """
     values = answers.of(group.side)
-    if list(values) == list(range(group.world_size)):
+    if list(values) == ranks_of(group):
         return list(values.values())
-    message = f"the {group.side} group has {group.world_size} ranks, but answered for {list(values)}"
+    message = f"the {group.side} group has {len(ranks_of(group))} ranks, but answered for {list(values)}"
     who = RankId(group.side, min(values, default=0))
     raise StepError(phase, [driver_failure(who, phase, ProtocolError, message)])

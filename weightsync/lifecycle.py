@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from weightsync.cluster.base import Answers, Failure, PendingCall, driver_failure
+from weightsync.cluster.view import ranks_of
 from weightsync.config import RefitLifecycle
 from weightsync.crew import Crew, Deadline, StepError, require_complete
 from weightsync.errors import ProtocolError, RefitError, WeightSyncError
@@ -38,6 +39,8 @@ class RefitPlan:
     epoch: int
     connect: Callable[[Deadline], None] | None
     """Connects the engines again first, where that is needed."""
+    partial: bool = False
+    """Whether only some rollout ranks take part, those that the crew has."""
     release: bool
     """Whether the engines give their buffers back afterwards."""
 
@@ -118,7 +121,10 @@ class Refit:
         if crew.colocated:
             self._control("wake", "resume_weights", limit_s=settings.stall_s)
         self._control("release", "release_kv_cache", limit_s=settings.stall_s)
-        opening = crew.on_both("open_refit", {"epoch": self._plan.epoch, "version": version})
+        named: dict[str, Any] = {"epoch": self._plan.epoch, "version": version}
+        if self._plan.partial:
+            named["receivers"] = ranks_of(crew.rollout)
+        opening = crew.on_both("open_refit", named)
         self._require("open", *opening, limit_s=settings.connect_s + settings.silence_s)
         crew.stale.update(crew.rollout.rank_prefixes)
         self.began = True
@@ -293,7 +299,7 @@ def ask_serving(crew: Crew, timeout_s: float) -> dict[int, Serving]:
     """Ask every rollout rank what it serves; busy and dead ones count as not reached."""
     answers = crew.hear("status", crew.rollout.submit("refit_status"), timeout_s=timeout_s)
     found = {rank: Serving.from_status(value) for rank, value in answers.of("rollout").items()}
-    return {rank: found.get(rank, Serving(reached=False)) for rank in range(crew.rollout.world_size)}
+    return {rank: found.get(rank, Serving(reached=False)) for rank in ranks_of(crew.rollout)}
 
 
 @contextmanager

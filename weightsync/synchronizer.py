@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,19 +25,18 @@ from typing import Any, Literal, Self
 from weightsync.cluster.base import Failure, RolloutGroup, WorkerGroup, driver_failure
 from weightsync.config import RefitConfig, load_refit_config
 from weightsync.connection import (
-    agree_on_bucket_size,
-    connect_engines,
+    Connection,
     disconnect_engines,
-    finalize_engines,
     highest_version,
-    make_engines,
 )
 from weightsync.crew import Crew, Deadline, StepError
 from weightsync.errors import ConfigurationError, DeadlineError, LifecycleError, RefitError
 from weightsync.failures import Serving, may_lack_engine, refit_error
 from weightsync.lifecycle import Refit, RefitPlan
+from weightsync.membership import Membership
 from weightsync.progress import NoProgress, ProgressListener, RefitProgress
 from weightsync.report import RefitReport
+from weightsync.topology import RankId
 
 # News of a failure reaches a rank that waits for its peer within about a second.
 _LEAST_GRACE_S = 1.5
@@ -76,9 +75,10 @@ class CheckpointEngineWeightSynchronizer:
         self._crew = Crew(policy, rollout, grace_s=grace_s, listener=self._progress.update)
         self._lock = threading.Lock()
         self._state: Literal["new", "ready", "closed"] = "new"
-        self._reconnect = False
-        self._remake = False
-        self._bucket_size: int | None = None
+        self._connection = Connection(self._crew, self.config)
+        self._membership = Membership(
+            self._crew, self._connection, self._settings.total_s, check=self._require_topology
+        )
         self._topology = ""
         self._epoch = 0
         self._published: int | None = None
@@ -95,7 +95,7 @@ class CheckpointEngineWeightSynchronizer:
     @property
     def bucket_size_bytes(self) -> int | None:
         """Bytes of one transfer bucket; `None` before `init_communicator`, fixed from then on."""
-        return self._bucket_size
+        return self._connection.bucket_size
 
     @property
     def is_stale(self) -> bool:
@@ -124,10 +124,7 @@ class CheckpointEngineWeightSynchronizer:
             if self._state == "ready":
                 raise LifecycleError("init_communicator: already connected; call shutdown() first")
             self._require_workers("init_communicator")
-            # Before any worker does anything: the topology may not fit the world sizes.
-            worlds = self._crew.policy.world_size, self._crew.rollout.world_size
-            topology = self.config.topology(*worlds)
-            self._topology = str(topology) if topology is not None else ""
+            self._require_topology()  # before any worker does anything
             try:
                 self._connect()
             except StepError as error:
@@ -167,6 +164,61 @@ class CheckpointEngineWeightSynchronizer:
             self._require_workers(f"refit {self._epoch} to version {version}")
             return self._refit(version)
 
+    def add_rollout(self, *hosts: Any) -> RefitReport | None:
+        """Take inference engines in; the others keep their connections and go on serving.
+
+        The new ones get the published version from the policy at once, unless the policy has moved on (see
+        `is_stale`): then they are ready after the next `sync_weights`, and hold no version until then.
+
+        Args:
+            hosts: what the rollout group is made of, such as actor handles; their ranks follow the others'.
+
+        Returns:
+            The report of their refit; `None` where they have to wait for the next one.
+
+        Raises:
+            LifecycleError: not connected, or another call is running.
+            ConfigurationError: the group's workers are fixed, the topology does not fit so many ranks, or a
+                host has too little memory for the buckets.
+            RefitError: a worker failed, a new one or another; says which.
+        """
+        with self._changing("add_rollout"):
+            return self._catch_up("add_rollout", self._membership.add(hosts))
+
+    def replace_rollout(self, rank: int, host: Any) -> RefitReport | None:
+        """Put an inference engine in the place of one, dead or alive; as for `add_rollout`.
+
+        Args:
+            rank: first rollout rank of the one that leaves.
+            host: with as many ranks.
+        """
+        with self._changing("replace_rollout", leaving=self._membership.ranks_at(rank)):
+            self._membership.replace_rollout(rank, host)
+            return self._catch_up("replace_rollout", [rank])
+
+    def remove_rollout(self, rank: int) -> None:
+        """Let an inference engine go, dead or alive; the ranks behind it move up.
+
+        Args:
+            rank: its first rollout rank.
+
+        Raises:
+            WeightSyncError: as for `add_rollout`.
+        """
+        with self._changing("remove_rollout", leaving=self._membership.ranks_at(rank)):
+            self._membership.remove(rank)
+
+    def replace_policy(self, rank: int, worker: Any) -> None:
+        """Put a policy worker in the place of one that died.
+
+        The trainer's own process group is the caller's to rebuild; this connects the new worker's engine.
+
+        Raises:
+            WeightSyncError: as for `add_rollout`.
+        """
+        with self._changing("replace_policy", leaving=[RankId("policy", rank)]):
+            self._membership.replace_policy(rank, worker)
+
     def shutdown(self) -> None:
         """Finalize and close the engines on both sides. Bounded; harmless when called again.
 
@@ -192,25 +244,26 @@ class CheckpointEngineWeightSynchronizer:
         self.shutdown()
 
     def _connect(self) -> None:
-        crew, settings = self._crew, self._settings
-        # The first call also waits for workers that are still starting.
-        start = Deadline(settings.total_s)
-        if self._bucket_size is None:
-            self._bucket_size = agree_on_bucket_size(crew, self.config, start)
+        start = Deadline(self._settings.total_s)
+        self._connection.make(start, self._step_s)
+        self._raise_floor(highest_version(self._crew, Deadline(min(self._step_s, start.left_s()))))
+
+    def _require_topology(self) -> None:
+        """Check that the topology fits the world sizes, and note it for the reports."""
+        topology = self.config.topology(self._crew.policy.world_size, self._crew.rollout.world_size)
+        self._topology = str(topology) if topology is not None else ""
+
+    @property
+    def _step_s(self) -> float:
         # Engines have ``connect_s`` themselves: let theirs run out first, it can say more.
-        step_s = settings.connect_s + settings.silence_s
-        make_engines(crew, self.config, self._bucket_size, Deadline(min(step_s, start.left_s())))
-        connect_engines(crew, Deadline(min(step_s, start.left_s())))
-        served = highest_version(crew, Deadline(min(step_s, start.left_s())))
-        self._raise_floor(served)
-        self._reconnect = self._remake = False
+        return self._settings.connect_s + self._settings.silence_s
 
     def _refit(self, version: int) -> RefitReport:
         changes = self._changes  # what changes while this refit runs is not in it
         plan = RefitPlan(
             version=version,
             epoch=self._epoch,
-            connect=self._connect_again if self._reconnect else None,
+            connect=self._connection.again if self._connection.is_due else None,
             release=self._release,
         )
         refit = Refit(self._crew, self._settings, plan)
@@ -220,25 +273,51 @@ class CheckpointEngineWeightSynchronizer:
             self._synced = changes
         except RefitError as error:
             if may_lack_engine(error.failures):
-                self._reconnect = self._remake = True
+                self._connection.is_due = self._connection.lacks_engines = True
             raise
         finally:
             self._learn_from(refit, version)
         _log.info("%s", report)
         return report
 
-    def _connect_again(self, deadline: Deadline) -> None:
-        finalize_engines(self._crew, deadline)
-        if self._remake and self._bucket_size is not None:
-            # A worker that was started anew gets an engine; policy workers that have theirs keep it.
-            make_engines(self._crew, self.config, self._bucket_size, deadline)
-        connect_engines(self._crew, deadline)
-        self._reconnect = self._remake = False
+    @contextmanager
+    def _changing(self, what: str, leaving: Sequence[RankId] = ()) -> Iterator[None]:
+        """Run the block as the only call; a worker's failure in it is a `RefitError`."""
+        with self._exclusive(what), self._shown(what):
+            self._require_ready(what)
+            self._require_workers(what, leaving)
+            try:
+                yield
+            except StepError as error:
+                refit, cause = refit_error(
+                    what,
+                    error.failures,
+                    lost=self._crew.lost,
+                    busy=self._crew.busy(),
+                    serving=self._serving,
+                )
+                raise refit from cause
+
+    def _catch_up(self, what: str, hosts: Sequence[int]) -> RefitReport | None:
+        """Bring the published version to new hosts, if the policy still has it."""
+        if self._published is None or self.is_stale:
+            return None
+        self._epoch += 1
+        plan = RefitPlan(
+            version=self._published, epoch=self._epoch, connect=None, release=False, partial=True
+        )
+        try:
+            report = Refit(self._crew.among(hosts), self._settings, plan).run()
+        except RefitError:
+            self._synced, self._connection.is_due = None, True
+            raise
+        _log.info("%s: %s", what, report)
+        return replace(report, transport=self.config.transport)
 
     def _learn_from(self, refit: Refit, version: int) -> None:
         if refit.began:
             # A broken transfer leaves the engines in an unknown state, a release without buffers.
-            self._reconnect = self._release or self._synced is None
+            self._connection.is_due = self._release or self._synced is None
         self._serving = refit.serving
         if refit.published:
             self._published = version
@@ -262,16 +341,19 @@ class CheckpointEngineWeightSynchronizer:
             )
         return version
 
-    def _require_ready(self) -> None:
+    def _require_ready(self, what: str = "sync_weights") -> None:
         if self._state == "new":
-            raise LifecycleError("sync_weights: not connected; call init_communicator() first")
+            raise LifecycleError(f"{what}: not connected; call init_communicator() first")
         if self._state == "closed":
-            raise LifecycleError("sync_weights: shut down; call init_communicator() to connect again")
+            raise LifecycleError(f"{what}: shut down; call init_communicator() to connect again")
 
-    def _require_workers(self, attempt: str) -> None:
-        """Refuse at once, rather than hang, while a worker is dead or still busy with an earlier call."""
-        busy = self._crew.settle()
-        lost = self._crew.lost
+    def _require_workers(self, attempt: str, leaving: Sequence[RankId] = ()) -> None:
+        """Refuse at once, rather than hang, while a worker is dead or still busy with an earlier call.
+
+        Those that are ``leaving`` may be so.
+        """
+        busy = self._crew.settle() - set(leaving)
+        lost = {who: error for who, error in self._crew.lost.items() if who not in leaving}
         failures = [Failure(who, record, "lost") for who, record in lost.items()] + [
             driver_failure(who, "check", DeadlineError, "still busy with a call that was given up earlier")
             for who in sorted(busy)

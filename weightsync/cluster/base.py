@@ -92,6 +92,7 @@ class WorkerGroup(Protocol):
         kwargs: Mapping[str, Any] | None = None,
         *,
         each: Sequence[Mapping[str, Any]] | None = None,
+        only: Collection[int] | None = None,
     ) -> PendingCall:
         """Start ``checkpoint_engine_rpc(method, kwargs)`` on every worker, without waiting.
 
@@ -99,6 +100,8 @@ class WorkerGroup(Protocol):
             method: a ``checkpoint_method`` of the worker protocol.
             kwargs: its keyword arguments, plain data.
             each: further keyword arguments, one mapping for each policy worker or engine host, in order.
+            only: the policy workers or engine hosts to call, by their first rank; by default all. Given only
+                where workers come and go.
         """
 
 
@@ -121,9 +124,23 @@ class RolloutGroup(WorkerGroup, Protocol):
         Args:
             action: of the worker protocol.
             kwargs: its keyword arguments, plain data.
-            only: the hosts to call, by their first rank; by default all. Given for ``resume`` alone, when
-                some hosts must stay paused.
+            only: the hosts to call, by their first rank; by default all. Given for ``resume`` when some hosts
+                must stay paused, and where workers come and go.
         """
+
+
+@runtime_checkable
+class ElasticGroup(Protocol):
+    """A group whose workers come and go. Ranks stay contiguous: those behind a removed worker move up."""
+
+    def add(self, workers: Sequence[Any]) -> tuple[int, ...]:
+        """Take in further workers, as the last ones; returns the first rank of each."""
+
+    def replace(self, first_rank: int, worker: Any) -> None:
+        """Put another worker, of as many ranks, in the place of one."""
+
+    def remove(self, first_rank: int) -> None:
+        """Let a worker go."""
 
 
 @runtime_checkable

@@ -28,9 +28,11 @@ class LocalPolicyGroup(UnitGroup):
     """
 
     def __init__(self, workers: Sequence[Any]) -> None:
-        _require_methods(workers, "checkpoint_engine_rpc")
-        self._local = _LocalCaller(len(workers))
+        self._local = _LocalCaller()
         super().__init__("policy", workers, self._local)
+
+    def _require_workers(self, workers: Sequence[Any]) -> None:
+        _require_methods(workers, "checkpoint_engine_rpc")
 
     def close(self) -> None:
         """End the threads once their calls are done; also happens when the group is dropped."""
@@ -46,9 +48,11 @@ class LocalRolloutGroup(HostGroup):
     """
 
     def __init__(self, hosts: Sequence[Any], *, startup_s: float = 60.0) -> None:
-        _require_methods(hosts, "checkpoint_engine_rpc", "refit_control")
-        self._local = _LocalCaller(len(hosts))
+        self._local = _LocalCaller()
         super().__init__(hosts, self._local, startup_s)
+
+    def _require_workers(self, workers: Sequence[Any]) -> None:
+        _require_methods(workers, "checkpoint_engine_rpc", "refit_control")
 
     def close(self) -> None:
         """End the threads once their calls are done; also happens when the group is dropped."""
@@ -65,7 +69,7 @@ def local_colocated_groups(
         startup_s: seconds for all engines to describe themselves.
     """
     _require_methods(workers, *COLOCATED_METHODS)
-    local = _LocalCaller(len(workers))
+    local = _LocalCaller()
     return ColocatedPolicyGroup(workers, local), ColocatedRolloutGroup(workers, local, startup_s)
 
 
@@ -77,14 +81,10 @@ def _require_methods(workers: Sequence[Any], *names: str) -> None:
 
 
 class _LocalCaller:
-    """One mailbox and one thread for each worker."""
+    """One mailbox and one thread for each worker, made at its first call."""
 
-    def __init__(self, workers: int) -> None:
-        self._mailboxes: list[queue.SimpleQueue[_Job | None]] = [queue.SimpleQueue() for _ in range(workers)]
-        for number, mailbox in enumerate(self._mailboxes):
-            name = f"weightsync-worker-{number}"
-            # A daemon, so that a worker that never returns cannot keep the interpreter from ending.
-            threading.Thread(target=_run_jobs, args=(mailbox,), name=name, daemon=True).start()
+    def __init__(self) -> None:
+        self._mailboxes: dict[int, queue.SimpleQueue[_Job | None]] = {}
         self._finalizer = weakref.finalize(self, _end_threads, self._mailboxes)
 
     def start(self, requests: Sequence[Request]) -> AnswerSource:
@@ -92,8 +92,17 @@ class _LocalCaller:
             raise ConfigurationError("this worker group is closed")
         source = _LocalAnswers()
         for request in requests:
-            self._mailboxes[request.unit.index].put(lambda r=request: source.put(_answer(r)))  # type: ignore[misc]
+            self._mailbox(request.unit.index).put(lambda r=request: source.put(_answer(r)))  # type: ignore[misc]
         return source
+
+    def _mailbox(self, index: int) -> queue.SimpleQueue[_Job | None]:
+        mailbox = self._mailboxes.get(index)
+        if mailbox is None:
+            mailbox = self._mailboxes[index] = queue.SimpleQueue()
+            name = f"weightsync-worker-{index}"
+            # A daemon, so that a worker that never returns cannot keep the interpreter from ending.
+            threading.Thread(target=_run_jobs, args=(mailbox,), name=name, daemon=True).start()
+        return mailbox
 
     def close(self) -> None:
         self._finalizer()
@@ -104,8 +113,8 @@ def _run_jobs(mailbox: queue.SimpleQueue[_Job | None]) -> None:
         job()
 
 
-def _end_threads(mailboxes: list[queue.SimpleQueue[_Job | None]]) -> None:
-    for mailbox in mailboxes:
+def _end_threads(mailboxes: dict[int, queue.SimpleQueue[_Job | None]]) -> None:
+    for mailbox in mailboxes.values():
         mailbox.put(None)
 
 

@@ -44,9 +44,10 @@ class RayPolicyGroup(UnitGroup):
     """
 
     def __init__(self, actors: Sequence[Any]) -> None:
-        caller = _RayCaller(_ray())
-        _require_methods(actors, ["checkpoint_engine_rpc"])
-        super().__init__("policy", actors, caller)
+        super().__init__("policy", actors, _RayCaller(_ray()))
+
+    def _require_workers(self, workers: Sequence[Any]) -> None:
+        _require_methods(workers, ["checkpoint_engine_rpc"])
 
 
 class RayRolloutGroup(HostGroup):
@@ -67,10 +68,11 @@ class RayRolloutGroup(HostGroup):
     """
 
     def __init__(self, hosts: Sequence[Any], *, startup_s: float = 600.0) -> None:
-        caller = _RayCaller(_ray())
-        _require_methods(hosts, ["checkpoint_engine_rpc_async", "checkpoint_engine_rpc"])
-        _require_methods(hosts, ["refit_control"])
-        super().__init__(hosts, caller, startup_s)
+        super().__init__(hosts, _RayCaller(_ray()), startup_s)
+
+    def _require_workers(self, workers: Sequence[Any]) -> None:
+        _require_methods(workers, ["checkpoint_engine_rpc_async", "checkpoint_engine_rpc"])
+        _require_methods(workers, ["refit_control"])
 
 
 def ray_colocated_groups(

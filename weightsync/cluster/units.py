@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Protocol
 
-from weightsync.cluster.base import Failure, PendingCall, gather, lost_outcome
+from weightsync.cluster.base import PendingCall, gather, lost_outcome
 from weightsync.errors import ConfigurationError, ErrorRecord, ProtocolError
 from weightsync.outcomes import Outcome
 
@@ -171,9 +171,22 @@ class UnitGroup:
     def __init__(self, side: str, workers: Sequence[Any], caller: Caller) -> None:
         if not workers:
             raise ConfigurationError(f"a {side} group needs at least one worker")
+        self._require_workers(workers)
         self.side = side
         self._caller = caller
-        self._units = [Unit(index, worker, range(index, index + 1)) for index, worker in enumerate(workers)]
+        self._made = 0
+        self._units = _numbered([self._unit(worker) for worker in workers])
+
+    def _require_workers(self, workers: Sequence[Any]) -> None:
+        """Check that these can be called.
+
+        Raises:
+            ConfigurationError: one of them has not the methods.
+        """
+
+    def _unit(self, worker: Any, size: int = 1) -> Unit:
+        self._made += 1
+        return Unit(self._made - 1, worker, range(size))
 
     @property
     def world_size(self) -> int:
@@ -186,11 +199,25 @@ class UnitGroup:
         kwargs: Mapping[str, Any] | None = None,
         *,
         each: Sequence[Mapping[str, Any]] | None = None,
+        only: Collection[int] | None = None,
     ) -> PendingCall:
         """Start a method of the worker protocol on every worker; see `WorkerGroup.submit`."""
         if each is not None and len(each) != len(self._units):
             raise ConfigurationError(f"{len(each)} argument sets for {len(self._units)} {self.side} workers")
-        return self._start(self.rpc_entry, method, kwargs, each)
+        return self._start(self.rpc_entry, method, kwargs, each, only)
+
+    def replace(self, first_rank: int, worker: Any) -> None:
+        """Put another worker in the place of one; see `ElasticGroup.replace`."""
+        position = self._position(first_rank)
+        self._require_workers([worker])
+        self._units[position] = replace(self._unit(worker), ranks=self._units[position].ranks)
+
+    def _position(self, first_rank: int) -> int:
+        for position, unit in enumerate(self._units):
+            if unit.ranks[0] == first_rank:
+                return position
+        known = ", ".join(str(unit.ranks[0]) for unit in self._units)
+        raise ConfigurationError(f"no {self.side} worker begins at rank {first_rank}; they begin at {known}")
 
     def _start(
         self,
@@ -200,11 +227,13 @@ class UnitGroup:
         each: Sequence[Mapping[str, Any]] | None,
         only: Collection[int] | None = None,
     ) -> UnitCall:
-        units = [unit for unit in self._units if only is None or unit.ranks[0] in only]
-        requests = [
-            Request(unit, entry, method, {**(kwargs or {}), **(each[unit.index] if each else {})})
-            for unit in units
+        chosen = [
+            (unit, each[position] if each else {})
+            for position, unit in enumerate(self._units)
+            if only is None or unit.ranks[0] in only
         ]
+        units = [unit for unit, _ in chosen]
+        requests = [Request(unit, entry, method, {**(kwargs or {}), **own}) for unit, own in chosen]
         source = self._caller.start(requests)
         return UnitCall(self.side, units, source, per_unit=entry == "refit_control")
 
@@ -223,7 +252,9 @@ class HostGroup(UnitGroup):
 
     def __init__(self, hosts: Sequence[Any], caller: Caller, startup_s: float) -> None:
         super().__init__("rollout", hosts, caller)
-        self._join(startup_s)
+        self._startup_s = startup_s
+        self._units = self._describe(self._units)
+        self._assign()
 
     @property
     def rank_prefixes(self) -> tuple[int, ...]:
@@ -240,28 +271,83 @@ class HostGroup(UnitGroup):
         """Start ``refit_control(action, kwargs)`` on every host; see `RolloutGroup.control`."""
         return self._start("refit_control", action, kwargs, None, only)
 
-    def _join(self, startup_s: float) -> None:
-        """Learn how many ranks each host has and tell it its first one."""
-        described = self._answers(self.control("describe"), startup_s)
-        sizes = [_world_size(index, value) for index, value in described.items()]
-        starts = [0, *accumulate(sizes)]
-        self._units = [
-            replace(unit, ranks=range(start, start + size))
-            for unit, start, size in zip(self._units, starts, sizes, strict=False)
-        ]
-        prefixes = [{"rank_prefix": prefix} for prefix in self.rank_prefixes]
-        self._answers(self._start("refit_control", "assign_ranks", None, prefixes), startup_s)
+    def add(self, workers: Sequence[Any]) -> tuple[int, ...]:
+        """Take in further hosts, as the last ones; see `ElasticGroup.add`.
 
-    def _answers(self, call: PendingCall, timeout_s: float) -> dict[int, Any]:
-        answers = gather("join", [call], timeout_s=timeout_s, grace_s=timeout_s)
+        Raises:
+            WeightSyncError: as for the constructor; the group is as it was.
+        """
+        self._require_workers(workers)
+        new = self._describe(_numbered([self._unit(worker) for worker in workers]))
+        self._change([*self._units, *new])
+        return self.rank_prefixes[-len(new) :]
+
+    def replace(self, first_rank: int, worker: Any) -> None:
+        """Put another host in the place of one; see `ElasticGroup.replace`.
+
+        Raises:
+            ConfigurationError: it has another number of ranks.
+            WeightSyncError: as for the constructor; the group is as it was.
+        """
+        position = self._position(first_rank)
+        self._require_workers([worker])
+        (new,) = self._describe([self._unit(worker)])
+        old = self._units[position]
+        if len(new.ranks) != len(old.ranks):
+            raise ConfigurationError(
+                f"the host at rank {first_rank} has {len(old.ranks)} ranks, the new one {len(new.ranks)}: "
+                f"remove the one and add the other"
+            )
+        self._change([*self._units[:position], new, *self._units[position + 1 :]])
+
+    def remove(self, first_rank: int) -> None:
+        """Let a host go; see `ElasticGroup.remove`.
+
+        Raises:
+            ConfigurationError: no host begins there, or it is the last one.
+        """
+        position = self._position(first_rank)
+        if len(self._units) == 1:
+            raise ConfigurationError("a rollout group needs at least one worker: this is the last one")
+        self._change([*self._units[:position], *self._units[position + 1 :]])
+
+    def _change(self, units: list[Unit]) -> None:
+        before, self._units = self._units, _numbered(units)
+        known = {unit.index: unit.ranks for unit in before}
+        try:
+            self._assign({unit.ranks[0] for unit in self._units if known.get(unit.index) != unit.ranks})
+        except BaseException:
+            self._units = before
+            raise
+
+    def _describe(self, units: list[Unit]) -> list[Unit]:
+        """Ask hosts how many ranks they have."""
+        source = self._caller.start([Request(unit, "refit_control", "describe", {}) for unit in units])
+        described = self._answers(UnitCall("rollout", units, source, per_unit=True), units)
+        sizes = [_world_size(index, described[unit.ranks[0]]) for index, unit in enumerate(units)]
+        return _numbered([replace(unit, ranks=range(size)) for unit, size in zip(units, sizes, strict=True)])
+
+    def _assign(self, only: Collection[int] | None = None) -> None:
+        """Tell hosts their first rank."""
+        prefixes = [{"rank_prefix": prefix} for prefix in self.rank_prefixes]
+        self._answers(self._start("refit_control", "assign_ranks", None, prefixes, only), self._units)
+
+    def _answers(self, call: PendingCall, units: Sequence[Unit]) -> dict[int, Any]:
+        answers = gather("join", [call], timeout_s=self._startup_s, grace_s=self._startup_s)
         for failure in answers.failures:
-            raise self._join_error(failure)
+            host = next(number for number, unit in enumerate(units) if failure.who.rank in unit.ranks)
+            record = replace(failure.record, message=f"engine host {host}: {failure.record.message}")
+            raise record.to_exception()
         return answers.of("rollout")
 
-    def _join_error(self, failure: Failure) -> Exception:
-        host = next(unit.index for unit in self._units if failure.who.rank in unit.ranks)
-        record = replace(failure.record, message=f"engine host {host}: {failure.record.message}")
-        return record.to_exception()
+
+def _numbered(units: Sequence[Unit]) -> list[Unit]:
+    """Give each unit its ranks: as many as it has, behind those of the one before."""
+    starts = accumulate((len(unit.ranks) for unit in units), initial=0)
+    return [
+        replace(unit, ranks=range(start, start + len(unit.ranks)))
+        for unit, start in zip(units, starts, strict=False)
+    ]
 
 
 def _world_size(host: int, description: Any) -> int:

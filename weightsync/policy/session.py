@@ -21,6 +21,7 @@ SESSION_METHODS = (
     "init_checkpoint_engine",
     "prepare_checkpoint_engine",
     "init_checkpoint_engine_process_group",
+    "update_checkpoint_engine_process_group",
     "open_refit",
     "finalize_checkpoint_engine",
     "close_checkpoint_engine",
@@ -29,7 +30,7 @@ SESSION_METHODS = (
 
 _SEND_ENDS_S = 15.0
 
-POLICY_METHODS = (*SESSION_METHODS[:5], SEND, OFFLOAD, *SESSION_METHODS[5:])
+POLICY_METHODS = (*SESSION_METHODS[:-2], SEND, OFFLOAD, *SESSION_METHODS[-2:])
 """Every method of the worker protocol that a policy worker answers."""
 
 
@@ -96,10 +97,25 @@ class PolicySession:
             )
             self._connected = True
 
-    def open_refit(self, epoch: int, version: int) -> None:
-        """Announce the next refit to the engine."""
+    def update_checkpoint_engine_process_group(
+        self, *, worker_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
+    ) -> None:
+        """Take another rank among other peers, after this worker has joined."""
+        with self._exclusive("update_checkpoint_engine_process_group"):
+            engine, self._connected = self._require_connected(), False
+            engine.update_process_group(
+                rank=worker_rank,
+                train_world_size=train_world_size,
+                rollout_world_size=rollout_world_size,
+                metadata=metadata,
+            )
+            self._connected = True
+
+    def open_refit(self, epoch: int, version: int, receivers: list[int] | None = None) -> None:
+        """Announce the next refit; ``receivers``: the rollout ranks that take part, by default all."""
         with self._exclusive("open_refit"):
-            self._require_connected().open_refit(epoch=epoch, version=version)
+            some = {} if receivers is None else {"receivers": receivers}
+            self._require_connected().open_refit(epoch=epoch, version=version, **some)
 
     @contextmanager
     def sending(self) -> Iterator[CheckpointEngine]:

@@ -171,7 +171,7 @@ def _target(worker: PolicyWeightHooks, method: str) -> Callable[..., Any]:
             f"a policy worker has no method {method!r}; known: {', '.join(POLICY_METHODS)}"
         )
     target: Callable[..., Any] = getattr(_session_of(worker), method)
-    if method == "init_checkpoint_engine_process_group":
+    if method.endswith("_checkpoint_engine_process_group"):
         return partial(target, worker_rank=_rank_of(worker))
     return target
 

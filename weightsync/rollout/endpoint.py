@@ -94,15 +94,7 @@ class RolloutEndpoint:
         self, rank_prefix: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
     ) -> None:
         """Learn this rank's place among all rollout ranks, and connect to the policy side."""
-        engine = self._engine()
-        rank = rank_prefix + self._local_rank
-        if not 0 <= rank < rollout_world_size:
-            raise ConfigurationError(
-                f"rank prefix {rank_prefix} and local rank {self._local_rank} give rollout rank {rank}, "
-                f"outside a world of {rollout_world_size}"
-            )
-        self._rank_prefix = rank_prefix
-        self._require_receiver().rank = rank
+        engine, rank = self._engine(), self._take_rank(rank_prefix, rollout_world_size)
         engine.init_rollout_process_group(
             rollout_rank=rank,
             train_world_size=train_world_size,
@@ -111,12 +103,38 @@ class RolloutEndpoint:
         )
         self._connected = True
 
-    def open_refit(self, epoch: int, version: int) -> None:
-        """Announce the next refit to the engine."""
+    def update_checkpoint_engine_process_group(
+        self, rank_prefix: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
+    ) -> None:
+        """Take another place among other peers, after this rank has joined."""
+        engine, rank = self._connected_engine(), self._take_rank(rank_prefix, rollout_world_size)
+        self._connected = False
+        engine.update_process_group(
+            rank=rank,
+            train_world_size=train_world_size,
+            rollout_world_size=rollout_world_size,
+            metadata=metadata,
+        )
+        self._connected = True
+
+    def _take_rank(self, rank_prefix: int, rollout_world_size: int) -> int:
+        rank = rank_prefix + self._local_rank
+        if not 0 <= rank < rollout_world_size:
+            raise ConfigurationError(
+                f"rank prefix {rank_prefix} and local rank {self._local_rank} give rollout rank {rank}, "
+                f"outside a world of {rollout_world_size}"
+            )
+        self._rank_prefix = rank_prefix
+        self._require_receiver().rank = rank
+        return rank
+
+    def open_refit(self, epoch: int, version: int, receivers: list[int] | None = None) -> None:
+        """Announce the next refit; ``receivers``: the rollout ranks that take part, by default all."""
         engine = self._connected_engine()
         self._require_receiver().require_next(version)
         self._opened = None
-        engine.open_refit(epoch=epoch, version=version)
+        some = {} if receivers is None else {"receivers": receivers}
+        engine.open_refit(epoch=epoch, version=version, **some)
         self._opened = version
 
     def update_weights_from_checkpoint_engine(self) -> dict[str, Any]:
@@ -208,6 +226,7 @@ ROLLOUT_METHODS = (
     "init_checkpoint_engine",
     "prepare_checkpoint_engine",
     "init_checkpoint_engine_process_group",
+    "update_checkpoint_engine_process_group",
     "open_refit",
     "update_weights_from_checkpoint_engine",
     "commit_refit",
