@@ -101,9 +101,11 @@ def test_a_failure_of_any_rank_reaches_all_with_its_reason_and_the_next_refit_wo
                 raise error
         return received
 
+    # More than all buffers on the way take, so that nobody is done before it hears of the failure.
+    weights = some_weights(count=40)
     with Crew(2, 3, topology=topology) as crew:
         for failing in crew.rollout:
-            outcomes = crew.attempt([plain(some_weights()) for _ in crew.policy], fail)
+            outcomes = crew.attempt([plain(weights) for _ in crew.policy], fail)
             for engine, outcome in zip(crew.engines, outcomes, strict=True):
                 if engine is crew.policy[1] and topology != "stripes" and outcome is None:
                     continue  # it sends nothing, and may have been through its stream before

@@ -157,10 +157,13 @@ class ChunkMerger:
     Args:
         sources: how many senders have a share of the chunks. With one, they are to come in stream order and
             at most one tensor is in the making; with more, in any order.
+        limit_bytes: what the tensors in the making may take in all, whatever a sender says of their size;
+            `None`: all that there is.
     """
 
-    def __init__(self, sources: int = 1) -> None:
+    def __init__(self, sources: int = 1, *, limit_bytes: int | None = None) -> None:
         self._ordered = sources == 1
+        self._limit_bytes = limit_bytes
         self._partial: dict[str, _Partial] = {}
         self._begun: set[str] = set()
 
@@ -188,12 +191,22 @@ class ChunkMerger:
         if meta.is_whole:
             return meta.name, tensor_from_bytes(data, meta.shape, meta.dtype)
         if partial is None:
+            self._require_room(meta)
             partial = self._partial[meta.name] = _Partial(meta, data.device)
         partial.fill(meta, data)
         if partial.filled < meta.nbytes:
             return None
         del self._partial[meta.name]
         return meta.name, tensor_from_bytes(partial.data, meta.shape, meta.dtype)
+
+    def _require_room(self, meta: TensorMeta) -> None:
+        needed = self.bytes_in_the_making + meta.nbytes
+        if self._limit_bytes is not None and needed > self._limit_bytes:
+            raise ManifestError(
+                f"a tensor of {meta.nbytes} bytes, shape {list(meta.shape)}, does not fit the "
+                f"{self._limit_bytes} bytes of memory here",
+                tensor=meta.name,
+            )
 
     def _begin(self, meta: TensorMeta) -> None:
         if min(meta.shape, default=0) < 0:
@@ -231,7 +244,13 @@ class _Partial:
 
     def __init__(self, meta: TensorMeta, device: torch.device) -> None:
         self.meta = meta
-        self.data = torch.empty(meta.nbytes, dtype=torch.uint8, device=device)
+        try:
+            self.data = torch.empty(meta.nbytes, dtype=torch.uint8, device=device)
+        except RuntimeError as error:
+            raise ManifestError(
+                f"no memory for a tensor of {meta.nbytes} bytes, shape {list(meta.shape)}: {error}",
+                tensor=meta.name,
+            ) from error
         self.filled = 0
         self._ends: dict[int, int] = {}
         """Of each chunk that has come: its first byte, and the one after its last."""

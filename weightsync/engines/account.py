@@ -85,13 +85,14 @@ class Account:
             dones: each sender's last word.
 
         Raises:
-            IncompleteStreamError: less came than was promised or sent.
+            IncompleteStreamError: less came than was promised or sent, or a place in the stream is empty.
             ManifestError: the senders did not send the same stream.
         """
         came = WeightManifest(tuple(spec for _, spec in sorted(self._specs.items())))
         missing = [name for name in self._promised.names if name not in self._names] if self._promised else []
         if missing:
             raise IncompleteStreamError(f"promised and never came: {list_names(missing)}", tensor=missing[0])
+        self._require_no_gap()
         counts = (len(came), came.nbytes, came.digest())
         for source, done in dones.items():
             sent = (done.tensors, done.nbytes, done.manifest_digest)
@@ -102,6 +103,11 @@ class Account:
                     f"there, and {len(came)} tensors of {came.nbytes} bytes in all"
                 )
         return came
+
+    def _require_no_gap(self) -> None:
+        gap = next((place for place, ordinal in enumerate(sorted(self._specs)) if place != ordinal), None)
+        if gap is not None:
+            raise IncompleteStreamError(f"tensor number {gap} of the stream never came, and later ones did")
 
 
 def _difference(one: WeightManifest, other: WeightManifest) -> str:

@@ -10,14 +10,14 @@ The store, like all of `torch.distributed`, asks nobody who he is: keep its host
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import msgspec
 from torch._C._distributed_c10d import Store, TCPStore
 
 from weightsync.control.addresses import is_wildcard, uses_ipv6
@@ -113,14 +113,14 @@ class Meeting:
             time.sleep(_PAUSE_S)
 
     def _write(self, key: str, said: Ask | Plan) -> None:
-        self._store.set(key, json.dumps(asdict(said)))
+        self._store.set(key, msgspec.json.encode(said).decode())
 
     def _read(self, key: str, kind: type[_Said]) -> _Said | None:
         if not self._store.check([key]):
             return None
         try:
-            return kind(**json.loads(self._store.get(key)))
-        except (TypeError, ValueError) as error:
+            return msgspec.json.decode(self._store.get(key), type=kind)
+        except (msgspec.MsgspecError, ValueError) as error:
             raise ProtocolError(f"the store of the group holds a damaged {key!r}: {error}") from error
 
 

@@ -10,12 +10,16 @@ there when the process is killed.
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 import msgspec
 import torch
 
 from weightsync.errors import ConfigurationError, LifecycleError, PeerLostError
+
+_COUNTER_NAME = re.compile(rb"/torch_\d+_\d+_\d+")
+"""As torch names the shared memory with its counts of readers. No other name is opened for a peer."""
 
 
 class Handle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -29,6 +33,10 @@ class Handle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     ref_counter_offset: int
     event_handle: bytes
     event_sync_required: bool
+
+    def __post_init__(self) -> None:
+        if not _COUNTER_NAME.fullmatch(self.ref_counter_handle):
+            raise ValueError(f"{self.ref_counter_handle!r:.80} is no name that torch gives to shared memory")
 
 
 class CudaAddress(msgspec.Struct, frozen=True, tag="cuda", forbid_unknown_fields=True):

@@ -74,6 +74,9 @@ class MemoryRegion:
         kinds = (int, int, int, str)
         if len(data) != len(kinds) or not all(map(isinstance, data, kinds)) or data[3] not in _MEMORY_KINDS:
             raise ValueError(f"{data!r:.80} does not describe a buffer")
+        address, nbytes, device_index = data[:3]
+        if min(address, nbytes, device_index) < 0 or max(address + nbytes, device_index) >= 2**63:
+            raise ValueError(f"no buffer can be at {data!r:.80}")
         return cls(*data)
 
     def to_list(self) -> list[Any]:

@@ -143,12 +143,15 @@ class NixlPeers:
             raise ProtocolError(f"{who} names a buffer that cannot be: {error}") from error
         if self._later.get(peer.agent, {}).get(region.address) != buffer.metadata:
             try:
-                self._agent.add_peer(buffer.metadata)
+                named = self._agent.add_peer(buffer.metadata)
             except TransportError:
                 # As in `_learn`: another buffer at the same address.
                 self._drop(peer.agent)
                 self._connect(peer)
-                self._agent.add_peer(buffer.metadata)
+                named = self._agent.add_peer(buffer.metadata)
+            if named != peer.agent:
+                self._drop(named)
+                raise ProtocolError(f"{who} told of a buffer of another NIXL agent than its own")
             self._later.setdefault(peer.agent, {})[region.address] = buffer.metadata
         return region
 

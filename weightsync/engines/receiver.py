@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from weightsync.buckets import Chunk, ChunkMerger, unpack_bucket
+from weightsync.capacity import total_memory_bytes
 from weightsync.control import Complete, Link, Manifest
 from weightsync.engines.account import Account
 from weightsync.engines.inlet import Arrived, Ended, Inlet, Promised, metas_of
@@ -56,7 +57,8 @@ class BucketReceiver:
             WeightSyncError: a sender failed or was lost, or what came is not what was promised.
         """
         self._inlet.start()
-        account, merger = Account(), ChunkMerger(len(self._sources))
+        room = total_memory_bytes(str(self._refit.buffers[0].device))
+        account, merger = Account(), ChunkMerger(len(self._sources), limit_bytes=room)
         with self._located():
             while not isinstance(event := await self._next_event(), Ended):
                 if isinstance(event, Promised):
