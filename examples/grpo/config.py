@@ -12,7 +12,9 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from weightsync.config import load_refit_config
 from weightsync.errors import ConfigurationError
+from weightsync.names import NAIVE
 
 
 class _Settings(BaseModel):
@@ -78,6 +80,11 @@ class DemoConfig(_Settings):
     def vllm_kwargs(self) -> dict[str, Any]:
         """Extra keyword arguments of ``vllm.LLM``."""
         return dict(self.policy.generation.get("vllm_kwargs") or {})
+
+    @property
+    def shares_processes(self) -> bool:
+        """Whether each policy worker has a vLLM engine in its own process."""
+        return load_refit_config(self.refit_source).transport == NAIVE
 
     @property
     def refit_source(self) -> dict[str, Any]:

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from weightsync.cluster.base import RolloutGroup, WorkerGroup
 from weightsync.cluster.private_ray import private_ray
-from weightsync.cluster.ray import RayPolicyGroup, RayRolloutGroup
+from weightsync.cluster.ray import RayPolicyGroup, RayRolloutGroup, ray_colocated_groups
 from weightsync.config import load_refit_config
 from weightsync.synchronizer import CheckpointEngineWeightSynchronizer
 
@@ -66,7 +67,8 @@ def run(options: Options) -> int:
         refit=options.refit,
         tolerance=config.check.logprob_tolerance,
     )
-    console.print(f"Starting Ray, {config.policy.workers} policy workers and one vLLM engine ...")
+    engines = "a vLLM engine in each" if config.shares_processes else "one vLLM engine"
+    console.print(f"Starting Ray, {config.policy.workers} policy workers and {engines} ...")
     with private_ray(config.policy.workers + 1, python_path=_import_root()) as ray:
         workers = Workers(ray, checkpoint, config, task.stop_token_ids)
         workers.start()
@@ -97,8 +99,12 @@ def _synchronizer(
     if not refit:
         yield None
         return
-    policy, rollout = RayPolicyGroup(workers.policy), RayRolloutGroup([workers.rollout])
-    with CheckpointEngineWeightSynchronizer(policy, rollout, config.refit_source) as synchronizer:
+    groups: tuple[WorkerGroup, RolloutGroup] = (
+        ray_colocated_groups(workers.policy)
+        if config.shares_processes
+        else (RayPolicyGroup(workers.policy), RayRolloutGroup(workers.engines))
+    )
+    with CheckpointEngineWeightSynchronizer(*groups, config.refit_source) as synchronizer:
         synchronizer.init_communicator()
         yield synchronizer
 

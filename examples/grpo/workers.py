@@ -7,6 +7,7 @@ from typing import Any
 
 from weightsync.errors import DeadlineError, WeightSyncError
 
+from .colocated_worker import ColocatedWorker
 from .config import DemoConfig
 from .grpo import LogprobGap, Sample
 from .policy_worker import PolicyWorker, TrainFigures
@@ -18,20 +19,27 @@ _CALL_S = 300.0
 
 
 class Workers:
-    """Policy ranks and one vLLM engine; every call has a deadline."""
+    """Policy ranks, and the vLLM engines that sample; every call has a deadline.
+
+    There is one engine in an actor of its own or, where the configuration says so, one in each policy worker.
+    """
 
     def __init__(self, ray: Any, checkpoint: Path, config: DemoConfig, stop_token_ids: list[int]) -> None:
         self._ray = ray
-        policy_actor = ray.remote(num_cpus=1)(PolicyWorker)
-        rollout_actor = ray.remote(num_cpus=1)(RolloutWorker)
-        self.rollout = rollout_actor.remote(checkpoint, config, stop_token_ids)
-        self.policy = [policy_actor.remote(rank, checkpoint, config) for rank in range(config.policy.workers)]
+        actor, ranks = ray.remote(num_cpus=1), range(config.policy.workers)
+        if config.shares_processes:
+            shared = actor(ColocatedWorker)
+            self.policy = [shared.remote(rank, checkpoint, config, stop_token_ids) for rank in ranks]
+            self.engines = self.policy
+        else:
+            self.engines = [actor(RolloutWorker).remote(checkpoint, config, stop_token_ids)]
+            self.policy = [actor(PolicyWorker).remote(rank, checkpoint, config) for rank in ranks]
 
     def start(self) -> None:
         """Wait until the policy is loaded and sharded and vLLM is ready."""
         port = self.get(self.policy[0].open_rendezvous.remote(), _STARTUP_S)
         joined = [worker.join.remote(port) for worker in self.policy]
-        self.get([*joined, self.rollout.ready.remote()], _STARTUP_S)
+        self.get([*joined, *(engine.ready.remote() for engine in self.engines)], _STARTUP_S)
 
     def get(self, refs: Any, timeout_s: float = _CALL_S) -> Any:
         """Wait for one result or a list of them; the first failure of a list is raised at once.
@@ -50,9 +58,16 @@ class Workers:
 
     def generate(self, prompts: list[Prompt], **sampling: Any) -> list[list[Completion]]:
         """Return each prompt's completions."""
-        groups: list[list[Completion]] = self.get(
-            self.rollout.sample.remote([prompt.token_ids for prompt in prompts], **sampling)
+        hands = [prompts[number :: len(self.engines)] for number in range(len(self.engines))]
+        answers = self.get(
+            [
+                engine.sample.remote([prompt.token_ids for prompt in hand], **sampling)
+                for engine, hand in zip(self.engines, hands, strict=True)
+            ]
         )
+        groups: list[list[Completion]] = [[] for _ in prompts]
+        for number, hand in enumerate(answers):
+            groups[number :: len(answers)] = hand
         return groups
 
     def train(self, samples: list[Sample]) -> list[TrainFigures]:
