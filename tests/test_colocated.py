@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +22,12 @@ from weightsync.cluster.base import ColocatedGroup
 from weightsync.cluster.local import LocalPolicyGroup, LocalRolloutGroup, local_colocated_groups
 from weightsync.config import load_refit_config
 from weightsync.errors import ConfigurationError, RefitError, WorkerFencedError
-from weightsync.policy import ColocatedWorkerMixin, PolicyCheckpointEngineMixin, weight_stream_from
+from weightsync.policy import (
+    AsyncColocatedWorkerMixin,
+    ColocatedWorkerMixin,
+    PolicyCheckpointEngineMixin,
+    weight_stream_from,
+)
 from weightsync.rollout.endpoint import RolloutEndpoint
 from weightsync.rollout.module import ModuleLoader, ModuleRolloutWorker
 from weightsync.synchronizer import CheckpointEngineWeightSynchronizer
@@ -229,6 +236,66 @@ def test_a_worker_that_answers_nonsense():
         with pytest.raises(RefitError, match="no outcome: 5") as caught:
             synchronizer.sync_weights()
         assert len(caught.value.failures) == 2
+
+
+class AsyncWorker(AsyncColocatedWorkerMixin):
+    def __init__(self, rank, host):
+        self.rank = rank
+        self.model = model(0)
+        self.engine_host = host
+        self.offloads = 0
+
+    def weight_stream(self):
+        return weight_stream_from(self.model)
+
+    def offload_policy(self):
+        self.offloads += 1
+
+
+class OnALoop:
+    """Calls an async worker as Ray does: every call on the one event loop of its actor."""
+
+    def __init__(self, worker):
+        self.worker = worker
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+
+    def call(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(20)
+
+    def checkpoint_engine_rpc(self, *arguments):
+        return self.call(self.worker.checkpoint_engine_rpc(*arguments))
+
+    def colocated_rpc(self, *arguments):
+        return self.call(self.worker.colocated_rpc(*arguments))
+
+    def refit_control(self, *arguments):
+        return self.call(self.worker.refit_control(*arguments))
+
+
+class BlockingHost(ModuleRolloutWorker):
+    """Has no asynchronous entry, as a host around a synchronous engine."""
+
+    checkpoint_engine_rpc_async = None
+
+
+@pytest.mark.parametrize("host", [ModuleRolloutWorker, BlockingHost])
+def test_workers_that_run_on_an_event_loop(host):
+    workers = [AsyncWorker(rank, host(model(1 + rank))) for rank in range(2)]
+    groups = local_colocated_groups([OnALoop(worker) for worker in workers])
+    with CheckpointEngineWeightSynchronizer(*groups, configuration(), progress=False) as synchronizer:
+        synchronizer.init_communicator()
+        for _ in range(2):
+            synchronizer.sync_weights()
+        for worker in workers:
+            assert worker.refit_steps() == ORDER
+            assert worker.offloads == 2
+            assert same(worker.model, worker.engine_host.model)
+            worker.weight_stream = lambda: iter(())
+        with pytest.raises(RefitError, match="'tuple_iterator' object has no attribute"):
+            synchronizer.sync_weights()
+        for worker in workers:
+            worker.engine_host.require_serving()
 
 
 def test_separate_workers_of_one_process_need_no_special_group():

@@ -1,6 +1,6 @@
 """The sending side: the policy worker's mixins and the weight sources."""
 
-from weightsync.policy.colocated import ColocatedWorkerMixin
+from weightsync.policy.colocated import AsyncColocatedWorkerMixin, ColocatedWorkerMixin
 from weightsync.policy.dtypes import DtypePolicy
 from weightsync.policy.fsdp import fsdp_weights
 from weightsync.policy.module import module_weights
@@ -12,6 +12,7 @@ from weightsync.policy.worker import (
 )
 
 __all__ = [
+    "AsyncColocatedWorkerMixin",
     "AsyncPolicyCheckpointEngineMixin",
     "ColocatedWorkerMixin",
     "DtypePolicy",
