@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mooncake_support import real_mooncake
 from tests.plugin_example import MyCheckpointEngine
 from weightsync.errors import ConfigurationError
 from weightsync.testing import EngineConformance
@@ -31,7 +32,7 @@ def fast(**settings):
 
 class Fast:
     settings = fast()
-    collective_s = 0.5
+    collective_s = 0.4
 
 
 @pytest.mark.nixl
@@ -81,10 +82,12 @@ class TestGloo(Fast, EngineConformance):
     engine = "gloo"
 
 
+@real_mooncake
 class TestMooncake(Fast, EngineConformance):
     engine = "mooncake"
 
 
+@real_mooncake
 class TestMooncakeStripes(Fast, TopologyConformance):
     engine = "mooncake"
     settings = fast(topology="stripes")

@@ -49,7 +49,10 @@ Results = dict[Strike, "Future[None]"]
 _PAIR_LANES: list[Lane] = [
     [Strike(fault, side, place) for place in (_BEFORE, MIDDLE, LAST)] for fault in _SIGNALS for side in _SIDES
 ]
-_SEVERAL_LANES: list[Lane] = [[Strike(fault, side, MIDDLE) for side in _SIDES] for fault in _SIGNALS]
+_SEVERAL_LANES: list[Lane] = [
+    [Strike("SIGKILL", side, MIDDLE) for side in _SIDES],
+    [Strike("SIGSTOP", "rollout", MIDDLE)],
+]
 
 
 class _ProcessSuite(Suite):

@@ -27,17 +27,17 @@ class TopologyCases(Suite):
             crew.works(Plan("nothing", in_step=True))
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("side", ["policy", "rollout"])
-    def test_a_rank_that_comes_late(self, side: str) -> None:
-        """The others wait for it; with `collective_s`, outside of their streams' steps."""
+    def test_a_policy_rank_that_comes_late(self) -> None:
+        """The others wait for it; with `collective_s`, before their streams' first step."""
         with self.crew_of((2, 2), step_s=self.collective_s or self.step_s) as crew:
-            crew.works(Plan(in_step=True), {(side, 0): Plan(in_step=True, delay_s=self._long_s)})
+            crew.works(Plan(in_step=True), {("policy", 0): Plan(in_step=True, delay_s=self._long_s)})
 
     @pytest.mark.slow
-    def test_a_receiver_ten_times_slower(self) -> None:
+    def test_a_receiver_that_comes_late_and_is_ten_times_slower(self) -> None:
         """It gets its bytes, and the others wait for it; with `collective_s`, outside of their steps."""
         with self.crew_of((2, 2), step_s=self.collective_s or self.step_s) as crew:
-            crew.works(Plan(in_step=True, watched=True), {("rollout", 0): Plan(pace_s=self._long_s)})
+            slow = Plan(delay_s=self._long_s, pace_s=self._long_s)
+            crew.works(Plan(in_step=True, watched=True), {("rollout", 0): slow})
 
     @property
     def _long_s(self) -> float:
