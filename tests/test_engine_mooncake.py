@@ -19,6 +19,7 @@ import torch
 
 from tests.engine_crew import MIB, noise
 from tests.engine_processes import stop_forkserver
+from tests.mooncake_support import real_mooncake
 from weightsync.control import Bucket
 from weightsync.engines import mooncake, mooncake_session
 from weightsync.engines.mooncake import MooncakeCheckpointEngine, MooncakeTransport
@@ -40,17 +41,6 @@ SIZE = 3 * MIB
 SELF, POLICY, OTHER = RankId("rollout", 0), RankId("policy", 0), RankId("policy", 1)
 SETTINGS = {"host": "127.0.0.1", "protocol": "tcp", "device_name": ""}
 THREAD = "weightsync-mooncake-read"
-
-
-def missing() -> str:
-    try:
-        import_mooncake()
-    except MissingDependencyError as error:
-        return error.message
-    return ""
-
-
-real = pytest.mark.skipif(bool(missing()), reason=missing())
 
 
 def make_transport(**changes) -> MooncakeTransport:
@@ -153,8 +143,7 @@ def receiver():
 # Two processes, the real engine.
 
 
-@real
-@pytest.mark.mooncake
+@real_mooncake
 @pytest.mark.slow
 def test_buckets_of_another_process_arrive_and_are_forwarded_from_where_they_are(sender, receiver):
     receiver.connect(place((POLICY, sender.description)))
@@ -170,8 +159,7 @@ def test_buckets_of_another_process_arrive_and_are_forwarded_from_where_they_are
         assert torch.equal(got, noise(SIZE, 1))
 
 
-@real
-@pytest.mark.mooncake
+@real_mooncake
 @pytest.mark.slow
 def test_a_killed_sender_is_an_error_that_names_it_and_its_successor_is_read(sender, receiver):
     receiver.connect(place((POLICY, sender.description)))
@@ -199,8 +187,7 @@ def test_a_killed_sender_is_an_error_that_names_it_and_its_successor_is_read(sen
         successor.end()
 
 
-@real
-@pytest.mark.mooncake
+@real_mooncake
 @pytest.mark.slow
 @pytest.mark.parametrize("met", [True, False], ids=["in a read", "at the first word"])
 def test_a_stopped_sender_holds_nobody_up_and_its_late_bytes_meet_no_later_refit(sender, receiver, met):
@@ -225,8 +212,7 @@ def test_a_stopped_sender_holds_nobody_up_and_its_late_bytes_meet_no_later_refit
     assert torch.equal(fetch(receiver, sender.payloads[1], slot=1), noise(SIZE, 1))
 
 
-@real
-@pytest.mark.mooncake
+@real_mooncake
 @pytest.mark.slow
 def test_buffers_are_freed_while_a_stopped_sender_owes_bytes(sender):
     with allocated() as (receiver, _):
@@ -244,8 +230,7 @@ def test_buffers_are_freed_while_a_stopped_sender_owes_bytes(sender):
     wait_for_readers()
 
 
-@real
-@pytest.mark.mooncake
+@real_mooncake
 def test_two_senders_are_told_apart():
     with allocated() as (one, ones), allocated() as (two, twos), allocated() as (receiver, _):
         ones[0].fill_(1)
@@ -261,8 +246,7 @@ def test_two_senders_are_told_apart():
             fetch(receiver, location(session_of(one), 64))
 
 
-@real
-@pytest.mark.mooncake
+@real_mooncake
 def test_a_session_is_kept_for_the_next_engine_of_the_process():
     with allocated() as (first, _):
         name = session_of(first)
@@ -278,8 +262,7 @@ def test_a_session_is_kept_for_the_next_engine_of_the_process():
         assert name in {session_of(one), session_of(two)}
 
 
-@real
-@pytest.mark.mooncake
+@real_mooncake
 @pytest.mark.parametrize("device_name", ["", "mlx5_9"])
 def test_rdma_without_a_device_is_refused(device_name):
     if os.path.isdir("/sys/class/infiniband") and os.listdir("/sys/class/infiniband") and not device_name:
@@ -288,8 +271,7 @@ def test_rdma_without_a_device_is_refused(device_name):
         make_transport(protocol="rdma", device_name=device_name).allocate(SIZE)
 
 
-@real
-@pytest.mark.mooncake
+@real_mooncake
 def test_this_build_does_not_move_gpu_memory():
     if import_mooncake().SUPPORT_CUDA:
         pytest.skip("this build of Mooncake does")
