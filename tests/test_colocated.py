@@ -132,8 +132,23 @@ def test_the_groups_share_their_workers(crew):
     assert isinstance(rollout, ColocatedGroup)
     assert not isinstance(LocalRolloutGroup([ModuleRolloutWorker(model(1))]), ColocatedGroup)
     assert (policy.world_size, rollout.world_size, rollout.rank_prefixes) == (2, 2, (0, 1))
-    with pytest.raises(ConfigurationError, match="has no method 'colocated_rpc'"):
+    with pytest.raises(ConfigurationError, match="has no method"):
         local_colocated_groups([ModuleRolloutWorker(model(1))])
+
+
+def test_colocated_workers_are_fixed_and_stay_as_they_are(crew):
+    workers, synchronizer = crew
+    synchronizer.sync_weights()
+    for change in (
+        lambda: synchronizer.add_rollout(Worker(2)),
+        lambda: synchronizer.replace_rollout(0, Worker(0)),
+        lambda: synchronizer.remove_rollout(0),
+        lambda: synchronizer.replace_policy(0, Worker(0)),
+    ):
+        with pytest.raises(ConfigurationError, match="has fixed workers"):
+            change()
+    assert synchronizer.sync_weights().version == 2
+    assert all(worker.refit_steps() == ORDER for worker in workers)
 
 
 def test_a_stream_that_raises_fences_what_was_written_and_the_next_refit_arrives(crew):

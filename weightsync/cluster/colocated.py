@@ -1,7 +1,8 @@
 """Two worker groups over the same workers, each of which holds a policy rank and an inference engine.
 
 `weightsync.cluster.local` and `weightsync.cluster.ray` make them. A worker answers for its policy rank
-through ``checkpoint_engine_rpc`` and for its engine through ``colocated_rpc`` and ``refit_control``.
+through ``checkpoint_engine_rpc`` and for its engine through ``colocated_rpc`` and ``refit_control``. It would
+have to come and go on both sides at once, so these groups have fixed workers.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ class ColocatedPolicyGroup(UnitGroup):
         caller: how to call them; the same that the rollout group has.
     """
 
+    replace = None  # type: ignore[assignment]
+
     def __init__(self, workers: Sequence[Any], caller: Caller) -> None:
         super().__init__("policy", workers, caller)
 
@@ -36,12 +39,13 @@ class ColocatedRolloutGroup(HostGroup):
     """The inference engines of colocated workers; see `HostGroup`."""
 
     rpc_entry = "colocated_rpc"
+    add = replace = remove = None  # type: ignore[assignment]
 
     def transfer(self) -> tuple[PendingCall, PendingCall]:
         """Start ``refit_colocated`` on every worker; see `ColocatedGroup.transfer`."""
         requests = [Request(unit, self.rpc_entry, "refit_colocated", {}) for unit in self._units]
         halves = _Halves(self._caller.start(requests))
-        policy = [replace(unit, ranks=range(unit.index, unit.index + 1)) for unit in self._units]
+        policy = [replace(unit, ranks=range(rank, rank + 1)) for rank, unit in enumerate(self._units)]
         return (
             UnitCall("rollout", self._units, halves.of("rollout"), per_unit=False),
             UnitCall("policy", policy, halves.of("policy"), per_unit=False),
