@@ -23,7 +23,7 @@ _END_S = 10.0
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank holds of the last refit: of which epoch, version and share, and the messages that give it."""
+    """What a rank holds of the last refit: which epoch, version and share, and the messages that give it."""
 
     epoch: int
     version: int | None
