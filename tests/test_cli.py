@@ -133,6 +133,23 @@ def test_doctor_needs_nixl_for_nixl_only(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not any(check.fails for check in found.values())
 
 
+@pytest.mark.parametrize(
+    ("failure", "status", "text", "fix"),
+    [
+        (None, "ok", "starts an engine", ""),
+        ("libibverbs.so.1: cannot open", "broken", "without libibverbs", "apt-get install libibverbs1"),
+        ("Killed", "broken", "Killed", "weightsync[mooncake"),
+    ],
+)
+def test_doctor_says_what_mooncake_lacks(monkeypatch: pytest.MonkeyPatch, failure, status, text, fix) -> None:
+    monkeypatch.setattr(checks, "_version", lambda name: "1.0" if name.endswith("non-cuda") else None)
+    monkeypatch.setattr(checks, "_run_child", lambda code: failure)
+    check = checks.check_mooncake(needed=True)
+    assert (check.status, check.fails) == (status, failure is not None)
+    assert text in check.detail
+    assert fix in check.fix
+
+
 def test_doctor_reports_an_unknown_transport(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
