@@ -41,6 +41,11 @@ COMMANDS = {
         "bench",
         "Measure every transport against one plain copy through shared memory.",
     ),
+    "plan": Command(
+        "weightsync.cli.plan",
+        "plan",
+        "Say what a refit between two parallel layouts moves: bytes, links, seconds.",
+    ),
     "doctor": Command(
         "weightsync.cli.doctor",
         "doctor",

@@ -42,13 +42,14 @@ def level_counts(loads: Floats, copies: int, nbytes: float) -> Ints:
     return counts
 
 
-def deal(counts: Ints, tensors: int, entries: int) -> Ints:
+def deal(counts: Ints, tensors: int, entries: int, turn: int = 0) -> Ints:
     """Give each copy a sender, so that each entry is spread over all of them as evenly as the counts allow.
 
     Args:
         counts: copies for each sender, shape ``(senders,)``; in all ``tensors * entries``.
         tensors: tensors of the group.
         entries: copies of each tensor.
+        turn: how far to turn the order, so that not every group gives an entry to the same sender first.
 
     Returns:
         Index of the sender of each copy, shape ``(tensors, entries)``.
@@ -59,7 +60,9 @@ def deal(counts: Ints, tensors: int, entries: int) -> Ints:
     # A Latin square: every sender once in each column of `senders` rows.
     square = (np.arange(first)[:, None] + np.arange(entries)[None, :]) % senders
     rest = counts - rounds * entries
-    return np.concatenate((square, _interleaved(rest).reshape(tensors - first, entries)))
+    dealt = _interleaved(rest).reshape(tensors - first, entries)
+    turned = (np.arange(entries)[None, :] + np.arange(tensors - first)[:, None] + turn) % entries
+    return np.concatenate((square, np.take_along_axis(dealt, turned, axis=1)))
 
 
 def _interleaved(counts: Ints) -> Ints:

@@ -176,11 +176,15 @@ def _rows(group: CopyGroup, column: int, target: int, read: _Bases, write: _Base
         into = write.addresses(mine, target, int(group.target.slot[piece]))
         into = into + (to + write.shift(mine)) * group.itemsize
         outer, run, count, step = _geometry(shape.tolist(), source_strides.tolist(), target_strides.tolist())
-        sizes = (run * group.itemsize, count, step[0] * group.itemsize, step[1] * group.itemsize)
+        bytes_of = group.itemsize
+        sizes = np.array([run * bytes_of, count, step[0] * bytes_of, step[1] * bytes_of])[:, None]
         for source_extra, target_extra in outer:
-            yield np.stack(np.broadcast_arrays(
-                source, first + source_extra * group.itemsize, into + target_extra * group.itemsize, *sizes
-            ))  # fmt: skip
+            rows = np.empty((len(fields(Descriptors)), len(mine)), np.int64)
+            rows[0] = source
+            rows[1] = first + source_extra * group.itemsize
+            rows[2] = into + target_extra * group.itemsize
+            rows[3:] = sizes
+            yield rows
 
 
 def _geometry(

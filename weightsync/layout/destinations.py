@@ -99,7 +99,8 @@ class _Vllm:
 
     def _stage(self, tensor: ModelTensor) -> tuple[int, ...]:
         last = self._grid.pp - 1
-        if self._sharding == "none":
+        at_an_end = not 0 <= tensor.layer < self._model.layers
+        if self._sharding == "none" or (at_an_end and self._model.ends_everywhere):
             return tuple(range(self._grid.pp))
         if tensor.layer < 0:
             return (0, last) if self._model.tied and last else (0,)
@@ -257,7 +258,7 @@ class _Vllm:
         name = tensor.info.name
         if tensor.role in EXPERT_ROLES:
             fused = "w2_weight" if tensor.role is Role.EXPERT_DOWN else "w13_weight"
-            return f"{name.split('.experts.')[0]}.experts.{fused}"
+            return f"{name.split('.experts.')[0]}.experts.routed_experts.{fused}"
         if tensor.role is Role.LOW_RANK_KV and Role.LOW_RANK_Q not in self._low_rank_sizes:
             return name
         old, new = _FUSED.get(tensor.role, ("", ""))

@@ -79,6 +79,8 @@ class ModelTensors:
     expert_intermediate: int
     shared_intermediate: int
     latent_attention: bool = False
+    ends_everywhere: bool = False
+    """Whether vLLM has the embeddings and the last norm on every pipeline stage."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -90,14 +92,18 @@ class ModelTensors:
 _ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
+_OTHER_NAMES = {"num_experts": "num_local_experts", "n_routed_experts": "num_local_experts"}
+"""Names by which other versions of transformers save an entry."""
+
+
 class _Config:
     """A ``config.json`` whose missing entries are errors that say what to write."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        self._values = values
+        self.values = values
 
     def number(self, key: str, default: int | None = None) -> int:
-        value = self._values.get(key)
+        value = self.values.get(key, self.values.get(_OTHER_NAMES.get(key, key)))
         if value is None:
             value = default
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
@@ -105,11 +111,11 @@ class _Config:
         return value
 
     def flag(self, key: str, default: bool = False) -> bool:
-        value = self._values.get(key)
+        value = self.values.get(key)
         return default if value is None else bool(value)
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self._values.get(key, default)
+        return self.values.get(key, default)
 
     def itemsize(self) -> int:
         name = str(self.get("dtype") or self.get("torch_dtype") or "bfloat16").removeprefix("torch.")
@@ -237,7 +243,9 @@ def _deepseek(out: _Lister, config: _Config, layer: int) -> None:
         return
     width = config.number("moe_intermediate_size")
     out.linear("mlp.gate", experts, hidden, Role.WHOLE)
-    if config.get("topk_method") == "noaux_tc":
+    # The third version always has it, and not all of its configurations say so.
+    always = architecture(config.values) == "DeepseekV3ForCausalLM"
+    if config.get("topk_method", "noaux_tc" if always else None) == "noaux_tc":
         out.add("mlp.gate.e_score_correction_bias", (experts,), itemsize=4)
     out.experts(experts, hidden, width)
     shared = config.number("n_shared_experts", 0)
@@ -314,6 +322,7 @@ def list_tensors(config: Mapping[str, Any]) -> ModelTensors:
         expert_intermediate=values.number("moe_intermediate_size", 0),
         shared_intermediate=values.number("moe_intermediate_size", 0) * values.number("n_shared_experts", 0),
         latent_attention=family == "DeepSeek",
+        ends_everywhere=family == "Qwen3-MoE",
         notes=tuple(_notes(values)),
     )
 

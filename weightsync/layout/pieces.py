@@ -135,16 +135,18 @@ class Layout:
 
     def storage_bytes(self, rank: int) -> dict[str, int]:
         """Return the bytes of each storage that a rank has, in the order of the stream."""
-        pieces: dict[int, list[int]] = {}
+        pieces: dict[int, list[tuple[int, int]]] = {}
         for index, piece in self._pieces_of.get(rank, ()):
-            pieces.setdefault(index, []).append(piece)
+            pattern = self.patterns[index]
+            pieces.setdefault(index, []).append((int(pattern.slot[piece]), int(pattern.extent[piece])))
         sizes: dict[str, int] = {}
-        for tensor in np.flatnonzero(np.isin(self.pattern_of, list(pieces))).tolist():
-            index = int(self.pattern_of[tensor])
-            pattern, itemsize = self.patterns[index], self.tensors[tensor].itemsize
-            for piece in pieces[index]:
-                name = self.storages[tensor][int(pattern.slot[piece])]
-                sizes[name] = max(sizes.get(name, 0), int(pattern.extent[piece]) * itemsize)
+        mine = np.flatnonzero(np.isin(self.pattern_of, list(pieces)))
+        for tensor, index in zip(mine.tolist(), self.pattern_of[mine].tolist(), strict=True):
+            names, itemsize = self.storages[tensor], self.tensors[tensor].itemsize
+            for slot, extent in pieces[index]:
+                name, nbytes = names[slot], extent * itemsize
+                if sizes.get(name, -1) < nbytes:
+                    sizes[name] = nbytes
         return sizes
 
     def virtual_addresses(self, rank: int) -> dict[str, int]:

@@ -250,7 +250,7 @@ def _balanced(policy: Layout, rollout: Layout, groups: list[CopyGroup]) -> Resha
     done: list[CopyGroup | None] = [None] * len(groups)
     sizes = [group.nbytes for group in groups]
     order = sorted(range(len(groups)), key=lambda i: (len(groups[i].holders) > 1, -float(sizes[i].mean())))
-    for index in order:
+    for turn, index in enumerate(order):
         group, nbytes = groups[index], sizes[index]
         count, sources = len(group.tensors), group.sources
         if len(sources) == 1:
@@ -259,7 +259,7 @@ def _balanced(policy: Layout, rollout: Layout, groups: list[CopyGroup]) -> Resha
             done[index] = group
             continue
         counts = level_counts(sent[sources], count * len(nbytes), float(nbytes.mean()))
-        choice = deal(counts, count, len(nbytes))
+        choice = deal(counts, count, len(nbytes), turn)
         ranks = sources[choice]
         np.add.at(links, (ranks, group.targets[None, :]), np.broadcast_to(nbytes, ranks.shape))
         sent += np.bincount(

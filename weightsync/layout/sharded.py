@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from weightsync.layout.families import EXPERT_ROLES, ModelTensor, ModelTensors, Role
 from weightsync.layout.holdings import (
     Placed,
@@ -56,21 +58,17 @@ def _expert_pieces(tensor: ModelTensor, experts: int, mesh: Ints) -> list[Piece]
     expert = tensor.expert or 0
     halves = 1 if tensor.role is Role.EXPERT_DOWN else 2
     cut: Placed = Sharded(1 if halves == 1 else 0)
+    shard = expert // -(-experts // mesh.shape[1])
+    first, last = chunk_bounds(experts, mesh.shape[1], shard)
     pieces: list[Piece] = []
-    for replica, shard, part in ((r, s, t) for r in range(mesh.shape[0]) for s in range(mesh.shape[1])
-                                 for t in range(mesh.shape[2])):  # fmt: skip
-        first, last = chunk_bounds(experts, mesh.shape[1], shard)
-        if not first <= expert < last:
-            continue
+    for replica, part in np.ndindex(mesh.shape[0], mesh.shape[2]):
         ranges: list[Ranges] = local_ranges(tensor.info.shape, mesh.shape[2:], (part,), (cut,))
         for piece in box_pieces(int(mesh[replica, shard, part]), ranges):
             local = piece.box.shape
-            size = local[0] * local[1] * halves
-            half = local[0] * local[1] if tensor.role is Role.EXPERT_UP else 0
-            offset = (expert - first) * size + half
-            pieces.append(
-                Piece(piece.rank, piece.box, offset, contiguous_strides(local), (last - first) * size)
-            )
+            half = local[0] * local[1]
+            offset = (expert - first) * half * halves + (half if tensor.role is Role.EXPERT_UP else 0)
+            extent = (last - first) * half * halves
+            pieces.append(Piece(piece.rank, piece.box, offset, contiguous_strides(local), extent))
     return pieces
 
 

