@@ -40,6 +40,8 @@ class ServerLink(Link):
         self._answer: Answer | None = None
         self._foreign: int | None = None
         self._connection: bytes | None = None
+        self._begun_by = _NO_NONCE
+        """Nonce of the hello that the open refit, or the last one, began with."""
 
     @property
     def key(self) -> str:
@@ -87,12 +89,18 @@ class ServerLink(Link):
             # Somebody else holds the peer's key: the open refit is not theirs to disturb.
             self._host.count("unexpected")
             return
+        if serving and refit is not None and self._was_said_before(hello, refit):
+            self._host.count("stale")  # and no sign that the peer has left this refit
+            return
         self._foreign = None
         self._connection = connection
         if self._attempt is not None and self._attempt.started and not self._attempt.settled:
             self._consider(self._attempt, hello, connection)
         else:
             self._waiting = hello, connection
+
+    def _was_said_before(self, hello: Hello, refit: Refit) -> bool:
+        return hello.nonce == self._begun_by or (hello.epoch is not None and hello.epoch < refit.epoch)
 
     def _consider(self, attempt: Attempt, hello: Hello, connection: bytes) -> None:
         epoch = self._epoch(attempt, hello)
@@ -131,6 +139,7 @@ class ServerLink(Link):
             self._refuse(header, ready, connection)
             return
         welcome, self._answer = answer.welcome, None
+        self._begun_by = answer.hello.nonce
         wire = self._wire_to(connection)
         refit = Refit(
             welcome.epoch, welcome.version, welcome.nonce, wire, connection, now, now, last_message_at=now
