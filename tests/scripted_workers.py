@@ -102,7 +102,7 @@ class ScriptedRank:
     def init_checkpoint_engine_process_group(self, rank_prefix: int, **kwargs: Any) -> None:
         self.prefix = rank_prefix
 
-    def open_refit(self, epoch: int, version: int) -> None:
+    def open_refit(self, epoch: int, version: int, receivers: list[int] | None = None) -> None:
         if self.version is not None and version <= self.version:
             raise LifecycleError(f"version {version} does not follow {self.version}")
 
@@ -144,9 +144,9 @@ class RestartingRank(ScriptedRank):
         self._require_engine()
         return super().prepare_checkpoint_engine()
 
-    def open_refit(self, epoch: int, version: int) -> None:
+    def open_refit(self, epoch: int, version: int, receivers: list[int] | None = None) -> None:
         self._require_engine()
-        super().open_refit(epoch, version)
+        super().open_refit(epoch, version, receivers)
 
     def _require_engine(self) -> None:
         if not self.made:

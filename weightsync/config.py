@@ -125,7 +125,23 @@ def _check(generation: Mapping[str, Any]) -> RefitConfig:
     scope = read_settings(transport, generation.get("refit_cfg"))
     path = f"{GENERATION}.refit_lifecycle"
     lifecycle = validate_section(RefitLifecycle, mapping_at(generation.get("refit_lifecycle"), path), path)
+    if transport == NAIVE:
+        _refuse_in_one_process(lifecycle, path)
     return RefitConfig(transport=transport, scope=scope, lifecycle=lifecycle, colocated=colocated)
+
+
+def _refuse_in_one_process(lifecycle: RefitLifecycle, path: str) -> None:
+    """Refuse what needs engines that fail, and load, apart from the policy."""
+    if lifecycle.on_failure == "continue":
+        raise ConfigurationError(
+            f"{path}.on_failure: a colocated engine shares its process with a policy worker, without which "
+            "the others cannot go on; write fail"
+        )
+    if lifecycle.commit == "staged":
+        raise ConfigurationError(
+            f"{path}.commit: a colocated engine is asleep until the transfer, which moves nothing; "
+            "write in_place"
+        )
 
 
 def resolve_bucket_size(capacities_bytes: Sequence[int], ratio: float) -> int:

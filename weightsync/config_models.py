@@ -59,6 +59,14 @@ class RefitLifecycle(Section):
     in_flight: Literal["abort", "wait", "keep"] = Field(
         "abort", description="'abort', 'wait' or 'keep': what happens to running requests"
     )
+    on_failure: Literal["fail", "continue"] = Field(
+        "fail",
+        description="'fail' or 'continue': whether the others go on when an inference engine has failed",
+    )
+    commit: Literal["in_place", "staged"] = Field(
+        "in_place",
+        description="'in_place' or 'staged': whether weights wait in host memory for a short pause",
+    )
     allow_missing: list[Text] = Field([], description="a list of name patterns, such as ['lm_head.*']")
     allow_unused: list[Text] = Field([], description="a list of name patterns, such as ['mtp.*']")
     poison_released: StrictBool = Field(False, description="true or false")

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from weightsync.cluster.base import PendingCall, WorkerGroup
+from weightsync.cluster.view import ranks_of
 from weightsync.config import RefitConfig, resolve_bucket_size
 from weightsync.crew import Crew, Deadline, require_complete
 from weightsync.errors import ConfigurationError
@@ -83,17 +84,21 @@ class Connection:
         make_engines(self._crew, self._config, self.bucket_size, Deadline(min(step_s, deadline.left_s())))
         self._connect(Deadline(min(step_s, deadline.left_s())))
 
-    def again(self, deadline: Deadline) -> None:
+    def again(self, deadline: Deadline, crew: Crew | None = None) -> None:
         """Let every engine prepare and connect anew.
+
+        Args:
+            deadline: of all of it.
+            crew: those that can be reached, if that is not all.
 
         Raises:
             StepError: a worker could not.
         """
-        finalize_engines(self._crew, deadline)
+        finalize_engines(crew or self._crew, deadline)
         if self.lacks_engines and self.bucket_size is not None:
             # A worker that was started anew gets an engine; policy workers that have theirs keep it.
-            make_engines(self._crew, self._config, self.bucket_size, deadline)
-        self._connect(deadline)
+            make_engines(crew or self._crew, self._config, self.bucket_size, deadline)
+        self._connect(deadline, crew)
 
     def change(self, deadline: Deadline, *, policy: Collection[int], rollout: Collection[int]) -> None:
         """Connect workers that are new; the others keep their buffers, and their links to each other.
@@ -130,32 +135,39 @@ class Connection:
         """Forget the metadata of ranks that have left."""
         del self._metadata[side][rank : rank + count]
 
-    def _connect(self, deadline: Deadline) -> None:
+    def _connect(self, deadline: Deadline, crew: Crew | None = None) -> None:
         """Let every engine prepare, hand all metadata to all of them, and connect both sides at once."""
-        crew = self._crew
+        crew = crew or self._crew
         answers = crew.require("prepare", *crew.on_both("prepare_checkpoint_engine"), deadline=deadline)
         groups: tuple[WorkerGroup, ...] = (crew.policy, crew.rollout)
-        self._metadata = {group.side: require_complete(answers, group, "prepare") for group in groups}
-        self._join(deadline, None)
+        prepared = {group.side: require_complete(answers, group, "prepare") for group in groups}
+        if crew is self._crew:
+            self._metadata = prepared
+        else:  # of those that cannot be reached the old metadata stay in their places
+            for group in groups:
+                for rank, metadata in zip(ranks_of(group), prepared[group.side], strict=True):
+                    self._metadata[group.side][rank] = metadata
+        self._join(deadline, None, crew)
         self.is_due = self.lacks_engines = False
 
-    def _join(self, deadline: Deadline, new: _Part | None) -> None:
+    def _join(self, deadline: Deadline, new: _Part | None, crew: Crew | None = None) -> None:
         """Hand all metadata, policy ranks first, to all workers; those that are not new have joined."""
-        crew = self._crew
+        world = self._crew
         arguments = {
-            "train_world_size": crew.policy.world_size,
-            "rollout_world_size": crew.rollout.world_size,
+            "train_world_size": world.policy.world_size,
+            "rollout_world_size": world.rollout.world_size,
             "metadata": [*self._metadata["policy"], *self._metadata["rollout"]],
         }
-        prefixes = [{"rank_prefix": prefix} for prefix in crew.rollout.rank_prefixes]
+        prefixes = [{"rank_prefix": prefix} for prefix in world.rollout.rank_prefixes]
         method = "init_checkpoint_engine_process_group"
         if new is None:
+            crew = crew or world
             rollout = crew.rollout.submit(method, arguments, each=prefixes)
             crew.require("connect", rollout, crew.policy.submit(method, arguments), deadline=deadline)
             return
         calls = new.submit(method, arguments, prefixes)
         calls += new.others().submit("update_checkpoint_engine_process_group", arguments, prefixes)
-        crew.require("connect", *calls, deadline=deadline)
+        world.require("connect", *calls, deadline=deadline)
 
 
 class _Part:

@@ -100,7 +100,14 @@ class Crew:
             raise StepError(phase, answers.failures)
         return answers
 
-    def hear(self, phase: str, *calls: PendingCall, timeout_s: float, patience_s: float = 0.0) -> Answers:
+    def hear(
+        self,
+        phase: str,
+        *calls: PendingCall,
+        timeout_s: float,
+        patience_s: float = 0.0,
+        hurries: bool = True,
+    ) -> Answers:
         """Wait for calls, but not for ranks that are busy; failures are returned.
 
         Args:
@@ -109,12 +116,18 @@ class Crew:
             timeout_s: seconds for all of it.
             patience_s: seconds that a healthy worker itself may wait in such a call: until they are over, one
                 that is given up is no suspect.
+            hurries: whether the others have only a short time left once one has failed.
         """
         excused = frozenset(self.busy())
         # Also if the wait is interrupted: they are under way.
         self._overdue.extend(_Call(call, Deadline(patience_s)) for call in calls)
         answers = gather(
-            phase, calls, timeout_s=timeout_s, grace_s=self._grace_s, excused=excused, listener=self._listener
+            phase,
+            calls,
+            timeout_s=timeout_s,
+            grace_s=self._grace_s if hurries else timeout_s,
+            excused=excused,
+            listener=self._listener,
         )
         self._forget_ended()
         for failure in answers.failures:
@@ -140,10 +153,15 @@ class Crew:
         # In place: parts of this crew share the list.
         self._overdue[:] = [overdue for overdue in self._overdue if overdue.call.outstanding]
 
-    def settle(self) -> set[RankId]:
-        """Give late calls a moment to end; return the ranks that are busy still."""
-        deadline = Deadline(_SETTLE_S)
-        while self._overdue and deadline.left_s() > 0:
+    def settle(self, within_s: float = _SETTLE_S, among: Collection[RankId] | None = None) -> set[RankId]:
+        """Give late calls a moment to end; return the ranks that are busy still.
+
+        Args:
+            within_s: the moment, in seconds.
+            among: the ranks that are waited for, by default all.
+        """
+        deadline = Deadline(within_s)
+        while (self.busy() if among is None else self.busy() & set(among)) and deadline.left_s() > 0:
             for call in [overdue.call for overdue in self._overdue]:
                 late = call.poll(min(0.05, deadline.left_s()))
                 died = {outcome.rank: outcome.error for outcome in late if outcome.rank in call.lost}
@@ -184,11 +202,12 @@ class Crew:
         """Whether engine hosts live in the policy workers."""
         return isinstance(self.rollout, ColocatedGroup)
 
-    def transfer(self) -> tuple[PendingCall, PendingCall]:
-        """Start receiving and sending on all workers, at once."""
+    def transfer(self, *, staged: bool = False) -> tuple[PendingCall, PendingCall]:
+        """Start receiving and sending on all workers, at once; ``staged``: into host memory only."""
         if isinstance(self.rollout, ColocatedGroup):
             return self.rollout.transfer()
-        receiving = self.rollout.submit("update_weights_from_checkpoint_engine")
+        method = "stage_weights_from_checkpoint_engine" if staged else "update_weights_from_checkpoint_engine"
+        receiving = self.rollout.submit(method)
         return receiving, self.policy.submit("send_weights_via_checkpoint_engine")
 
     def host_of(self, rank: int) -> int:

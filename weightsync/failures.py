@@ -6,8 +6,9 @@ The text names the cause first, then who else failed, what still serves, and wha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from itertools import groupby
 from typing import Any
 
@@ -70,6 +71,27 @@ def may_lack_engine(failures: Iterable[ErrorRecord]) -> bool:
     return any(record.kind == LifecycleError.__name__ for record in failures)
 
 
+class Distance(IntEnum):
+    """How far what a rank says is from the cause of a failure."""
+
+    LOST = 0
+    OWN = 1
+    SILENT = 2
+    ABOUT_A_PEER = 3
+    SECONDHAND = 4
+
+
+def distance_of(failure: Failure, gone: Collection[RankId]) -> Distance:
+    """Return how far a failure is from the cause; ``gone``: the ranks whose worker died."""
+    if failure.how == "lost" or failure.who in gone:
+        return Distance.LOST
+    if failure.record.is_secondhand:
+        return Distance.SECONDHAND
+    if failure.how == "silent":
+        return Distance.SILENT
+    return Distance.ABOUT_A_PEER if failure.record.kind in _ABOUT_A_PEER else Distance.OWN
+
+
 def cause_first(failures: Iterable[Failure], lost: Iterable[RankId]) -> list[Failure]:
     """Order failures so that the likeliest cause comes first; keeps one for each rank.
 
@@ -78,16 +100,9 @@ def cause_first(failures: Iterable[Failure], lost: Iterable[RankId]) -> list[Fai
     """
     gone = set(lost)
 
-    def weight(failure: Failure) -> int:
-        if failure.how == "lost" or failure.who in gone:
-            return 0
-        if failure.record.is_secondhand:
-            return 4
-        if failure.how == "silent":
-            return 2
-        return 3 if failure.record.kind in _ABOUT_A_PEER else 1
-
-    ordered = sorted(failures, key=weight)  # stable: of equals, the one heard first
+    ordered = sorted(
+        failures, key=lambda failure: distance_of(failure, gone)
+    )  # stable: of equals, the one heard first
     by_rank: dict[RankId, Failure] = {}
     for failure in ordered:
         by_rank.setdefault(failure.who, failure)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from weightsync.errors import ProtocolError
+from weightsync.errors import ErrorRecord, ProtocolError
 
 _GB = 1e9
 _COUNTS = ("tensors", "bytes", "batches")
@@ -60,6 +60,28 @@ class RankFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """A rollout rank that the others went on without, because its engine had failed."""
+
+    rank: int
+    record: ErrorRecord | None
+    """Its own error; `None` if another rank of its engine failed."""
+    version: int | None
+    """What it serves now: an earlier version, or `None`."""
+    state: str
+    """The same in words, such as ``fenced, serving nothing until a complete refit``."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        error = self.record.to_dict() if self.record else None
+        return {"rank": self.rank, "error": error, "version": self.version, "state": self.state}
+
+    def __str__(self) -> str:
+        why = f" ({self.record.kind}: {self.record.message:.120})" if self.record else ""
+        return f"rollout rank {self.rank}{why}, {self.state}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class RefitReport:
     """A refit that succeeded."""
 
@@ -74,6 +96,22 @@ class RefitReport:
     """What ``refit_transport`` selected."""
     topology: str = ""
     """Who sent to whom, and why ``auto`` chose that; empty for transports that know no topologies."""
+    failed: tuple[LeftOut, ...] = ()
+    """Ranks that the others went on without; only with ``on_failure: continue``."""
+    commit: str = "in_place"
+    """Whether weights were loaded as they came, or ``staged`` in host memory first."""
+    paused_s: float = 0.0
+    """Seconds from the first request that was held back to the resume."""
+
+    @property
+    def ok(self) -> tuple[int, ...]:
+        """The rollout ranks that serve this version because of this refit."""
+        return tuple(figures.rank for figures in self.rollout)
+
+    @property
+    def staged_bytes(self) -> int:
+        """Host memory, in bytes, that waiting weights took on all rollout ranks together."""
+        return sum(int(figures.notes.get("staged_bytes", 0)) for figures in self.rollout)
 
     @property
     def tensors(self) -> int:
@@ -114,9 +152,13 @@ class RefitReport:
             "batches": self.batches,
             "seconds": dict(self.seconds),
             "gb_per_s": self.gb_per_s,
+            "commit": self.commit,
+            "paused_s": self.paused_s,
+            "staged_bytes": self.staged_bytes,
             "slowest": slowest.to_dict() if slowest else None,
             "policy": [figures.to_dict() for figures in self.policy],
             "rollout": [figures.to_dict() for figures in self.rollout],
+            "failed": [each.to_dict() for each in self.failed],
         }
 
     def __str__(self) -> str:
@@ -125,7 +167,10 @@ class RefitReport:
             f"{phase} {taken:.2f}" for phase, taken in self.seconds.items() if phase != "total"
         )
         slowest = f"; slowest {self.slowest}" if self.slowest else ""
+        paused = f"; paused {self.paused_s:.2f} s" if self.paused_s else ""
+        failed = f"; WITHOUT {'; '.join(map(str, self.failed))}" if self.failed else ""
         return (
             f"refit {self.epoch} to version {self.version}: {self.tensors} tensors, {size} in "
-            f"{self.seconds.get('total', 0.0):.2f} s ({self.gb_per_s:.2f} GB/s; seconds: {phases}){slowest}"
+            f"{self.seconds.get('total', 0.0):.2f} s ({self.gb_per_s:.2f} GB/s; seconds: {phases})"
+            f"{paused}{slowest}{failed}"
         )

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -86,6 +87,7 @@ class CheckpointEngineWeightSynchronizer:
         self._serving: dict[int, Serving] = {}
         self._changes = 0
         self._synced: int | None = None
+        self._left_out: frozenset[int] = frozenset()
 
     @property
     def weight_version(self) -> int | None:
@@ -101,7 +103,8 @@ class CheckpointEngineWeightSynchronizer:
     def is_stale(self) -> bool:
         """Whether the rollout workers may serve other weights than the policy has.
 
-        True before the first refit, after a failed one, and after `mark_stale`.
+        True before the first refit, after a failed one, and after `mark_stale`. Those that a refit went on
+        without are not counted: see `RefitReport.failed`.
         """
         return self._synced != self._changes
 
@@ -149,7 +152,7 @@ class CheckpointEngineWeightSynchronizer:
             version: name of the weights, greater than every earlier one; by default the last one plus 1.
 
         Returns:
-            What was moved, and where the time went.
+            What was moved, and where the time went; with ``on_failure: continue``, who was left out.
 
         Raises:
             LifecycleError: not connected, another refit is running, or the version is not greater.
@@ -161,8 +164,7 @@ class CheckpointEngineWeightSynchronizer:
             version = self._next_version(version)
             self._epoch += 1
             self._synced = None
-            self._require_workers(f"refit {self._epoch} to version {version}")
-            return self._refit(version)
+            return self._refit(version, self._present(f"refit {self._epoch} to version {version}"))
 
     def add_rollout(self, *hosts: Any) -> RefitReport | None:
         """Take inference engines in; the others keep their connections and go on serving.
@@ -258,15 +260,19 @@ class CheckpointEngineWeightSynchronizer:
         # Engines have ``connect_s`` themselves: let theirs run out first, it can say more.
         return self._settings.connect_s + self._settings.silence_s
 
-    def _refit(self, version: int) -> RefitReport:
+    def _refit(self, version: int, crew: Crew) -> RefitReport:
         changes = self._changes  # what changes while this refit runs is not in it
+        present = frozenset(crew.rollout.rank_prefixes)
+        if present & self._left_out:
+            self._connection.is_due = self._connection.lacks_engines = True
         plan = RefitPlan(
             version=version,
             epoch=self._epoch,
-            connect=self._connection.again if self._connection.is_due else None,
+            connect=partial(self._connection.again, crew=crew) if self._connection.is_due else None,
             release=self._release,
+            partial=crew is not self._crew,
         )
-        refit = Refit(self._crew, self._settings, plan)
+        refit = Refit(crew, self._settings, plan)
         try:
             with self._shown(str(plan)):
                 report = replace(refit.run(), transport=self.config.transport, topology=self._topology)
@@ -277,8 +283,24 @@ class CheckpointEngineWeightSynchronizer:
             raise
         finally:
             self._learn_from(refit, version)
-        _log.info("%s", report)
+            self._left_out = frozenset(self._crew.rollout.rank_prefixes) - present | refit.left_out
+        _log.log(logging.WARNING if report.failed else logging.INFO, "%s", report)
         return report
+
+    def _present(self, attempt: str) -> Crew:
+        """Return those who take part in a refit: all, or all but the hosts that are known to be lost or busy.
+
+        Raises:
+            RefitError: somebody is missing without whom the others must not go on.
+        """
+        if self._settings.on_failure == "fail":
+            self._require_workers(attempt)
+            return self._crew
+        absent = [who for who in self._crew.settle() | set(self._crew.lost) if who.side == "rollout"]
+        hosts = {self._crew.host_of(who.rank) for who in absent}
+        present = set(self._crew.rollout.rank_prefixes) - hosts
+        self._require_workers(attempt, absent if present else ())
+        return self._crew.among(present) if hosts else self._crew
 
     @contextmanager
     def _changing(self, what: str, leaving: Sequence[RankId] = ()) -> Iterator[None]:
@@ -315,10 +337,11 @@ class CheckpointEngineWeightSynchronizer:
         return replace(report, transport=self.config.transport)
 
     def _learn_from(self, refit: Refit, version: int) -> None:
+        self._epoch = refit.epoch
         if refit.began:
             # A broken transfer leaves the engines in an unknown state, a release without buffers.
             self._connection.is_due = self._release or self._synced is None
-        self._serving = refit.serving
+        self._serving = dict(refit.serving)
         if refit.published:
             self._published = version
             self._raise_floor(version)

@@ -24,6 +24,8 @@ class HostView:
     side = "rollout"
 
     def __init__(self, group: RolloutGroup, hosts: Collection[int]) -> None:
+        if isinstance(group, HostView):  # where each host ends, only the whole group knows
+            group, hosts = group._group, group._hosts & frozenset(hosts)
         self._group = group
         self._hosts = frozenset(hosts)
 

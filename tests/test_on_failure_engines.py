@@ -1,0 +1,124 @@
+"""``on_failure: continue`` over real engines and modules, all in this process."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+pytest.importorskip("nixl")
+
+from tests.test_synchronizer_nixl import Trainer, model, same, step
+from weightsync.cluster.local import LocalPolicyGroup, LocalRolloutGroup
+from weightsync.errors import ConfigurationError, WorkerFencedError
+from weightsync.rollout.module import ModuleLoader, ModuleRolloutWorker
+from weightsync.synchronizer import CheckpointEngineWeightSynchronizer
+
+pytestmark = [pytest.mark.nixl, pytest.mark.timeout(120)]
+
+WAITS = {"connect_s": 5, "stall_s": 5, "total_s": 30, "silence_s": 2}
+
+
+class BrokenLoader(ModuleLoader):
+    """Raises in its second batch, as long as it is told to."""
+
+    breaks = False
+
+    def begin(self):
+        super().begin()
+        self.batches = 0
+
+    def load(self, batch):
+        super().load(batch)
+        self.batches += 1
+        if self.breaks and self.batches == 2:
+            raise ValueError("loader broke")
+
+
+class Host(ModuleRolloutWorker):
+    def __init__(self, seed):
+        super().__init__(model(seed))
+        self.loader = BrokenLoader(self.model)
+        self._endpoint._make_loader = lambda: self.loader
+
+
+class Job:
+    """Three trainers of one model, and three modules that serve it."""
+
+    def __init__(self, transport="nixl", rollout=3, lifecycle=(), **settings):
+        self.trained = model(0)
+        self.trainers = [Trainer(self.trained, rank) for rank in range(3)]
+        self.hosts = [Host(9) for _ in range(rollout)]
+        self.policy, self.rollout = LocalPolicyGroup(self.trainers), LocalRolloutGroup(self.hosts)
+        scope = {"device": "cpu", "update_weights_bucket_memory_ratio": 0.0001, **settings}
+        generation = {
+            "refit_transport": transport,
+            "refit_cfg": {transport: scope},
+            "refit_lifecycle": WAITS | {"on_failure": "continue"} | dict(lifecycle),
+        }
+        self.synchronizer = CheckpointEngineWeightSynchronizer(
+            self.policy, self.rollout, {"policy": {"generation": generation}}, progress=False
+        )
+        self.synchronizer.init_communicator()
+
+    def sync(self):
+        step(self.trained)
+        self.synchronizer.mark_stale()
+        return self.synchronizer.sync_weights()
+
+    def serves(self, rank, version):
+        host = self.hosts[rank]
+        host.require_serving()
+        return host.published_version == version and same(host.model, self.trained)
+
+
+@pytest.fixture
+def job(request):
+    made = Job(**getattr(request, "param", {}))
+    yield made
+    made.synchronizer.shutdown()
+    made.policy.close()
+    made.rollout.close()
+
+
+ALL = [
+    {"transport": "nixl", "topology": "pairs"},
+    {"transport": "nixl", "topology": "ring"},
+    {"transport": "nixl", "topology": "tree"},
+    {"transport": "nixl", "topology": "stripes"},
+    {"transport": "nixl", "topology": "star", "release_after_refit": True},
+    {"transport": "gloo"},
+    {"transport": "ipc", "topology": "auto"},
+    {"transport": "kimi_ckpt_engine"},
+]
+
+
+@pytest.mark.parametrize("job", ALL, indirect=True, ids=lambda kw: "-".join(map(str, kw.values())))
+def test_a_loader_that_breaks_costs_its_own_engine_only(job):
+    job.sync()
+    job.hosts[1].loader.breaks = True
+    started = time.monotonic()
+    report = job.sync()
+    assert time.monotonic() - started < 10
+    assert report.ok == (0, 2)
+    assert [(each.rank, each.record.kind, each.version) for each in report.failed] == [
+        (1, "ValueError", None)
+    ]
+    assert job.serves(0, 2)
+    assert job.serves(2, 2)
+    with pytest.raises(WorkerFencedError):
+        job.hosts[1].require_serving()
+    job.hosts[1].loader.breaks = False
+    assert job.sync().failed == ()
+    assert all(job.serves(rank, 3) for rank in range(3))
+
+
+@pytest.mark.parametrize("lifecycle", [{"on_failure": "continue"}, {"commit": "staged"}])
+def test_colocated_engines_have_neither(lifecycle):
+    generation = {"colocated": {"enabled": True}, "refit_transport": None, "refit_lifecycle": lifecycle}
+    with pytest.raises(ConfigurationError, match="colocated"):
+        CheckpointEngineWeightSynchronizer(
+            LocalPolicyGroup([Trainer(model(0), 0)]),
+            LocalRolloutGroup([Host(1)]),
+            {"policy": {"generation": generation}},
+        )
