@@ -437,6 +437,17 @@ def give_up(transport, played: Played) -> threading.Thread:
     return reader
 
 
+def test_a_read_that_was_given_up_and_ended_well_spoils_nothing(played, monkeypatch):
+    go_on = hang_up_on(SIZE, played, monkeypatch)
+    with allocated() as (transport, _):
+        name = session_of(transport)
+        give_up(transport, played)
+        go_on.set()
+        wait_for_readers()
+        transport.open(sending=False, timeout_s=0.0, check=silent)
+        assert session_of(transport) == name
+
+
 def test_a_first_word_that_is_not_answered_is_left_alone_and_no_read_follows(played, monkeypatch):
     go_on = hang_up_on(1, played, monkeypatch)
     with allocated() as (transport, _):

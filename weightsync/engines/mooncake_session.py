@@ -80,14 +80,21 @@ class MooncakeSession:
         """By which peers reach it."""
         self.on_gpu = bool(getattr(api, "SUPPORT_CUDA", True) or getattr(api, "SUPPORT_HIP", False))
         """Whether this build of Mooncake moves GPU memory."""
-        self.is_spoiled = False
-        """Whether a read failed or was given up: the engine may look for a peer where it no longer is, or
-        write into a buffer when nobody expects it. `end` the session, and take another one."""
+        self._failed = False
         self._registered: list[torch.Tensor] = []
         self._met: set[str] = set()
         self._given_up: _Read | None = None
         self._byte = torch.zeros(1, dtype=torch.uint8)
         _require(self._engine.register_memory(self._byte.data_ptr(), 1), "register memory")
+
+    @property
+    def is_spoiled(self) -> bool:
+        """Whether a read failed, or was given up and goes on. `end` the session, and take another one.
+
+        The engine may look for a peer where it no longer is, or write into a buffer when nobody expects it.
+        """
+        read = self._given_up
+        return self._failed or not (read is None or (read.ended.is_set() and read.failure is None))
 
     def register(self, buffer: torch.Tensor) -> None:
         """Let peers read a contiguous buffer.
@@ -139,12 +146,12 @@ class MooncakeSession:
                     )
                 check()
         except BaseException:
-            self.is_spoiled, self._given_up = True, read
+            self._given_up = read
             raise
         if read.failure is None:
             self._met.add(session)
         else:
-            self.is_spoiled = True
+            self._failed = True
         return read.failure
 
     def end(self, *, timeout_s: float, check: Callable[[], None]) -> None:
@@ -153,6 +160,7 @@ class MooncakeSession:
         Raises:
             DeadlineError: a read that was given up can still write into its buffer; it may be tried again.
         """
+        self._failed = True
         if self._engine is not None:
             for buffer in self._registered:
                 self._engine.unregister_memory(buffer.data_ptr())
