@@ -17,7 +17,11 @@ from weightsync.outcomes import run_for_outcome
 
 Script = dict[Any, Callable[[dict[str, Any]], Any]]
 
-TRANSFER = {"update_weights_from_checkpoint_engine", "send_weights_via_checkpoint_engine"}
+TRANSFER = {
+    "update_weights_from_checkpoint_engine",
+    "load_staged_weights",
+    "send_weights_via_checkpoint_engine",
+}
 GIB = 1 << 30
 
 
@@ -85,6 +89,8 @@ class ScriptedRank:
         self.version: int | None = None
         self.dirty = False
         self.fenced: str | None = None
+        self.highest: int | None = None
+        self.staged = False
 
     @property
     def rank(self) -> int:
@@ -110,11 +116,26 @@ class ScriptedRank:
         self.dirty = True
         return figures(receive=0.4, load=0.1, total=0.5)
 
+    def stage_weights_from_checkpoint_engine(self) -> dict[str, Any]:
+        self.staged = True
+        return figures(receive=0.4, stage=0.1, total=0.5) | {"staged_bytes": 3000}
+
+    def load_staged_weights(self) -> dict[str, Any]:
+        if not self.staged:
+            raise LifecycleError("nothing is staged")
+        self.staged, self.dirty = False, True
+        return figures(receive=0.4, stage=0.1, load=0.2, total=0.7) | {"staged_bytes": 3000}
+
+    def weight_digest(self, tensors: bool = False) -> dict[str, Any]:
+        return {**self.refit_status(), "served": {"total": f"served {self.version}"}, "stream": None}
+
     def commit_refit(self, version: int) -> int:
+        self.highest = version
         self.version, self.dirty, self.fenced = version, False, None
         return version
 
     def fence_refit(self, reason: str) -> None:
+        self.staged = False
         if self.dirty:
             self.version, self.fenced = None, reason
 
@@ -125,7 +146,8 @@ class ScriptedRank:
         pass
 
     def refit_status(self) -> dict[str, Any]:
-        return {"version": self.version, "dirty": self.dirty, "fenced": self.fenced}
+        status = {"version": self.version, "dirty": self.dirty, "fenced": self.fenced}
+        return status if self.highest is None else status | {"highest": self.highest}
 
 
 class RestartingRank(ScriptedRank):

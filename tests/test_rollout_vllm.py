@@ -74,7 +74,7 @@ def test_three_refits_equal_fresh_engines(equal, kind, tensors):
     assert seen["refits"][2]["batches"] == 1
     version = 4 if kind == "qwen3moe" else 3
     assert seen["published"] == str(version)
-    assert seen["status"] == {"version": version, "dirty": False, "fenced": None}
+    assert {"version": version, "dirty": False, "fenced": None}.items() <= seen["status"].items()
 
 
 def test_experts_may_come_fused(equal):
@@ -126,7 +126,7 @@ def test_a_failure_in_the_middle_fences_until_a_good_refit(faults, name, kind, p
     seen = faults[name]
     [error] = seen["errors"]
     assert (error["kind"], error["phase"]) == (kind, phase)
-    assert seen["status"] == {"version": None, "dirty": True, "fenced": "the refit failed"}
+    assert {"version": None, "dirty": True, "fenced": "the refit failed"}.items() <= seen["status"].items()
     assert seen["refused"]
     assert seen["pending"] == 0
     assert seen["equal_after"]
@@ -165,7 +165,7 @@ def test_async_engine(checkpoints):
     assert kept["queued"] == seen["after"] == seen["after_fence"]
     assert seen["after"] != seen["before"]
     assert seen["version"] == "1"
-    assert seen["status"] == [{"version": 1, "dirty": False, "fenced": None}]
+    assert {"version": 1, "dirty": False, "fenced": None}.items() <= seen["status"][0].items()
     assert [error["kind"] for error in seen["fenced"]["errors"]] == ["DigestError"]
     assert seen["fenced"]["refused"] == [True, True]
     for errors in (seen["lost"]["first"], seen["lost"]["again"]):

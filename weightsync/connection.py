@@ -220,13 +220,16 @@ def finalize_engines(crew: Crew, deadline: Deadline) -> None:
 
 
 def highest_version(crew: Crew, deadline: Deadline) -> int | None:
-    """Return the highest version that a rollout rank serves already, if any.
+    """Return the highest version that a rollout rank serves or has ever served, if any.
+
+    Also ranks that are fenced know it, so that a driver that was started anew does not begin again.
 
     Raises:
         StepError: a rank did not answer.
     """
     answers = crew.require("status", crew.rollout.submit("refit_status"), deadline=deadline)
-    versions = [status.get("version") for status in require_complete(answers, crew.rollout, "status")]
+    states = require_complete(answers, crew.rollout, "status")
+    versions = [status.get(key) for status in states for key in ("version", "highest")]
     return max((version for version in versions if version is not None), default=None)
 
 

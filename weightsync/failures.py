@@ -32,7 +32,8 @@ _ABOUT_A_PEER = {cls.__name__ for cls in (PeerLostError, DeadlineError, Transpor
 class Serving:
     """What one rollout rank says that it serves; ``reached`` is false if it could not say.
 
-    ``held`` is set where the engine host stays paused, because its caches may be of other weights.
+    ``held`` is set where the engine host stays paused, because its caches may be of other weights; ``highest``
+    is the highest version that was ever committed there.
     """
 
     version: int | None = None
@@ -40,6 +41,7 @@ class Serving:
     fenced: str | None = None
     reached: bool = True
     held: bool = False
+    highest: int | None = None
 
     @property
     def served_version(self) -> int | None:
@@ -51,7 +53,12 @@ class Serving:
         """Read the value of ``refit_status``; anything else counts as no answer."""
         if not isinstance(status, Mapping):
             return cls(reached=False)
-        return cls(status.get("version"), bool(status.get("dirty")), status.get("fenced"))
+        return cls(
+            status.get("version"),
+            bool(status.get("dirty")),
+            status.get("fenced"),
+            highest=status.get("highest"),
+        )
 
     def __str__(self) -> str:
         if not self.reached:

@@ -37,6 +37,7 @@ from weightsync.lifecycle import Refit, RefitPlan
 from weightsync.membership import Membership
 from weightsync.progress import NoProgress, ProgressListener, RefitProgress
 from weightsync.report import RefitReport
+from weightsync.status import RankStatus, ask_status
 from weightsync.topology import RankId
 
 # News of a failure reaches a rank that waits for its peer within about a second.
@@ -221,6 +222,22 @@ class CheckpointEngineWeightSynchronizer:
         with self._changing("replace_policy", leaving=[RankId("policy", rank)]):
             self._membership.replace_policy(rank, worker)
 
+    def rollout_status(self, *, digests: bool = True) -> dict[int, RankStatus]:
+        """Ask every rollout rank what it serves, within ``stall_s``. Changes nothing; not during a refit.
+
+        Args:
+            digests: whether each rank is to digest all that it serves, which reads its weights once.
+
+        Returns:
+            By rank. One that did not answer is not ``reached``.
+
+        Raises:
+            LifecycleError: not connected, or a refit is running.
+        """
+        with self._exclusive("rollout_status"):
+            self._require_ready("rollout_status")
+            return ask_status(self._crew, self._settings.stall_s, digests=digests)
+
     def shutdown(self) -> None:
         """Finalize and close the engines on both sides. Bounded; harmless when called again.
 
@@ -347,6 +364,7 @@ class CheckpointEngineWeightSynchronizer:
             self._raise_floor(version)
         for state in refit.serving.values():
             self._raise_floor(state.version)
+            self._raise_floor(state.highest)
 
     def _raise_floor(self, version: int | None) -> None:
         if version is not None:

@@ -249,6 +249,13 @@ def digest_bytes(data: torch.Tensor) -> int:
     return _folded_digest(data)
 
 
+def digest_bytes_as(kind: str, data: torch.Tensor) -> int:
+    """Return the digest of `digest_bytes` as a device of that kind computes it, wherever the data is."""
+    if data.numel() == 0:
+        return 0
+    return _folded_digest(data) if kind == "fold-64" else digest_bytes(data.cpu())
+
+
 def digest_kind(device: torch.device) -> str:
     """Name the digest that `digest_bytes` computes for a device; peers compare only equal kinds."""
     return "xxh3-64" if device.type == "cpu" else "fold-64"

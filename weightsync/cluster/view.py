@@ -24,10 +24,10 @@ class HostView:
     side = "rollout"
 
     def __init__(self, group: RolloutGroup, hosts: Collection[int]) -> None:
-        if isinstance(group, HostView):  # where each host ends, only the whole group knows
-            group, hosts = group._group, group._hosts & frozenset(hosts)
-        self._group = group
+        self._group: RolloutGroup = group
         self._hosts = frozenset(hosts)
+        if isinstance(group, HostView):  # where each host ends, only the whole group knows
+            self._group, self._hosts = group._group, self._hosts & group._hosts
 
     @property
     def world_size(self) -> int:

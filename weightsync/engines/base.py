@@ -110,6 +110,13 @@ class CheckpointEngine(ABC):
         """Return why this engine, as it is configured, cannot connect so many workers; `None` if it can."""
         return None
 
+    def arrived_digest(self, name: str) -> int | None:
+        """Return what the bytes of a tensor of the current batch have digested to, if that is known already.
+
+        As `weightsync.tensors.digest_bytes` gives it; a caller that gets `None` has to digest them itself.
+        """
+        return None
+
     def open_refit(self, *, epoch: int, version: int, receivers: Sequence[int] | None = None) -> None:
         """Learn which refit comes next.
 

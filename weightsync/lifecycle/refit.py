@@ -17,10 +17,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
-from weightsync.cluster.base import Answers, Failure, PendingCall, driver_failure
+from weightsync.cluster.base import Answers, Failure, driver_failure
 from weightsync.cluster.view import ranks_of
 from weightsync.config import RefitLifecycle
 from weightsync.crew import Crew, Deadline, StepError, require_complete
@@ -29,6 +28,7 @@ from weightsync.failures import Serving, list_ranks, refit_error
 from weightsync.lifecycle.casualties import Casualties
 from weightsync.lifecycle.cleanup import Cleanup, refusals
 from weightsync.lifecycle.plan import Progress, RefitPlan
+from weightsync.lifecycle.steps import Steps, as_step_error
 from weightsync.report import LeftOut, RankFigures, RefitReport
 from weightsync.topology import RankId
 
@@ -49,10 +49,10 @@ class Refit:
         self._progress = Progress()
         self._cleanup = Cleanup(settings, plan, self._progress)
         self._deadline = Deadline(settings.total_s - self._cleanup.limit_s)
-        self._goes_on = settings.on_failure == "continue"
-        self._casualties = Casualties(crew, tolerated=self._goes_on)
+        goes_on = settings.on_failure == "continue"
+        self._casualties = Casualties(crew, tolerated=goes_on)
+        self._do = Steps(self._casualties, self._deadline, hurries=not goes_on)
         self._stale_before = frozenset(crew.stale)
-        self._seconds: dict[str, float] = {}
         self._figures: dict[str, tuple[RankFigures, ...]] = {}
         self._paused_at: float | None = None
         self._paused_s = 0.0
@@ -101,7 +101,7 @@ class Refit:
         if failures:
             failed, cause = self._error(failures)
             raise failed from cause
-        self._seconds["total"] = time.perf_counter() - started
+        self._do.seconds["total"] = time.perf_counter() - started
         return self._report()
 
     def _report(self) -> RefitReport:
@@ -109,7 +109,7 @@ class Refit:
         return RefitReport(
             version=self._plan.version,
             epoch=self.epoch,
-            seconds=self._seconds,
+            seconds=self._do.seconds,
             policy=self._figures["policy"],
             rollout=tuple(each for each in self._figures["rollout"] if each.rank in here),
             failed=tuple(self._left_out()),
@@ -119,7 +119,7 @@ class Refit:
 
     def _steps(self) -> None:
         if self._plan.connect is not None:
-            with self._timed("connect"):
+            with self._do.timed("connect"):
                 self._plan.connect(self._deadline)
         if self._settings.commit == "staged":
             self._deliver()
@@ -132,15 +132,15 @@ class Refit:
         if self._crew.colocated:
             self._progress.offloaded = True
             limit_s = self._settings.stall_s
-            self._require("offload", self._crew.policy.submit("offload_policy"), limit_s=limit_s)
-            self._control("wake_cache", "resume_kv_cache", limit_s=limit_s)
-        with self._timed("reset"):
+            self._do.require("offload", self._crew.policy.submit("offload_policy"), limit_s=limit_s)
+            self._do.control("wake_cache", "resume_kv_cache", limit_s=limit_s)
+        with self._do.timed("reset"):
             crew, left_s = self._casualties.left, self._deadline.left_s()
-            self._bear("reset", self._cleanup.reset_caches(crew, left_s, hurries=not self._goes_on))
+            self._do.bear("reset", self._cleanup.reset_caches(crew, left_s, hurries=self._do.hurries))
         self._publish()
         self._progress.published = True
         if self._plan.release:
-            self._require("finalize", *self._casualties.left.on_both("finalize_checkpoint_engine"))
+            self._do.require("finalize", *self._casualties.left.on_both("finalize_checkpoint_engine"))
 
     def _stop_requests(self) -> None:
         settings = self._settings
@@ -148,10 +148,10 @@ class Refit:
         # A stopped worker is to be noticed before the time of a whole refit has passed. Only requests that
         # are waited for may take as long as they like.
         pause_s = math.inf if settings.in_flight == "wait" else settings.stall_s
-        self._control("pause", "pause", {"in_flight": settings.in_flight}, limit_s=pause_s)
+        self._do.control("pause", "pause", {"in_flight": settings.in_flight}, limit_s=pause_s)
         if self._crew.colocated:
-            self._control("wake", "resume_weights", limit_s=settings.stall_s)
-        self._control("release", "release_kv_cache", limit_s=settings.stall_s)
+            self._do.control("wake", "resume_weights", limit_s=settings.stall_s)
+        self._do.control("release", "release_kv_cache", limit_s=settings.stall_s)
 
     def _deliver(self) -> None:
         """Send to all, and again to those that are left after a failure, as long as any are."""
@@ -172,7 +172,7 @@ class Refit:
         if self._plan.partial or self._casualties.hosts:
             named["receivers"] = ranks_of(crew.rollout)
         limit_s = self._settings.connect_s + self._settings.silence_s
-        self._require("open", *crew.on_both("open_refit", named), limit_s=limit_s)
+        self._do.require("open", *crew.on_both("open_refit", named), limit_s=limit_s)
         if self._settings.commit == "in_place":
             crew.stale.update(crew.rollout.rank_prefixes)
         self._progress.began = True
@@ -180,7 +180,7 @@ class Refit:
     def _transfer(self) -> None:
         crew = self._casualties.left
         transfer = crew.transfer(staged=self._settings.commit == "staged")
-        answers = self._require("transfer", *transfer, patience_s=self._settings.connect_s)
+        answers = self._do.require("transfer", *transfer, patience_s=self._settings.connect_s)
         for group in (crew.policy, crew.rollout):
             require_complete(answers, group, "transfer")
         self._figures = {"policy": (), "rollout": ()}
@@ -210,11 +210,11 @@ class Refit:
     def _load(self) -> None:
         crew = self._casualties.left
         crew.stale.update(crew.rollout.rank_prefixes)
-        answers = self._each("load", crew.rollout.submit("load_staged_weights"), limit_s=math.inf)
+        answers = self._do.each("load", crew.rollout.submit("load_staged_weights"))
         self._take_figures("load", answers)
 
     def _take_figures(self, phase: str, answers: Answers) -> None:
-        with _as_step_error(phase):
+        with as_step_error(phase):
             figures = [RankFigures.from_value(*who, value) for who, value in sorted(answers.values.items())]
         for side in {each.side for each in figures}:
             self._figures[side] = tuple(each for each in figures if each.side == side)
@@ -222,11 +222,11 @@ class Refit:
     def _commit(self) -> None:
         crew, version = self._casualties.left, self._plan.version
         committing = crew.rollout.submit("commit_refit", {"version": version})
-        answers = self._each("commit", committing, limit_s=self._settings.stall_s)
+        answers = self._do.each("commit", committing, limit_s=self._settings.stall_s)
         if not self._casualties.hosts:
             require_complete(answers, crew.rollout, "commit")
         wrong = {who: value for who, value in answers.values.items() if value != version}
-        self._bear(
+        self._do.bear(
             "commit",
             [
                 driver_failure(who, "commit", ProtocolError, f"it serves {value!r} after the commit")
@@ -237,10 +237,10 @@ class Refit:
 
     def _publish(self) -> None:
         version = self._plan.version
-        with self._timed("publish"):
+        with self._do.timed("publish"):
             crew = self._casualties.left
             call = crew.rollout.control("publish_version", {"version": version})
-            answers = self._hear("publish", call, self._deadline.left_s())
+            answers = self._do.hear("publish", call)
         failures = [*answers.failures, *refusals(answers, "publish", "publish_version")]
         did_not = {failure.who for failure in failures}
         did = set(answers.values) - did_not
@@ -249,46 +249,7 @@ class Refit:
                 f"All ranks hold version {version}, but only the engine of {list_ranks(did)} reports it; "
                 f"that of {list_ranks(did_not)} may still report an earlier one"
             )
-        self._bear("publish", failures)
-
-    def _control(
-        self, phase: str, action: str, kwargs: Mapping[str, Any] | None = None, *, limit_s: float
-    ) -> None:
-        control = self._casualties.left.rollout.control(action, kwargs)
-        answers = self._each(phase, control, limit_s=limit_s)
-        self._bear(phase, refusals(answers, phase, action))
-
-    def _each(self, phase: str, call: PendingCall, *, limit_s: float) -> Answers:
-        """Wait for a step that each host takes for itself; those that fail may be left out."""
-        with self._timed(phase):
-            answers = self._hear(phase, call, min(self._deadline.left_s(), limit_s))
-        self._bear(phase, answers.failures)
-        return answers
-
-    def _hear(self, phase: str, call: PendingCall, timeout_s: float) -> Answers:
-        # A host that fails must not cost slower ones their time where it alone would be left out.
-        return self._crew.hear(phase, call, timeout_s=timeout_s, hurries=not self._goes_on)
-
-    def _bear(self, phase: str, failures: list[Failure]) -> None:
-        if failures:
-            self._casualties.leave_out(StepError(phase, failures))
-
-    def _require(
-        self, phase: str, *calls: PendingCall, patience_s: float = 0.0, limit_s: float = math.inf
-    ) -> Answers:
-        """Wait for all of a step's answers, within the refit's time and at most ``limit_s``."""
-        deadline = Deadline(min(self._deadline.left_s(), limit_s))
-        with self._timed(phase):
-            return self._crew.require(phase, *calls, deadline=deadline, patience_s=patience_s)
-
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            taken = time.perf_counter() - started
-            self._seconds[phase] = self._seconds.get(phase, 0.0) + taken
+        self._do.bear("publish", failures)
 
     # After a failure.
 
@@ -305,7 +266,7 @@ class Refit:
     def _resume(self, crew: Crew) -> None:
         if not self._progress.paused:
             return
-        with self._timed("resume"):
+        with self._do.timed("resume"):
             self._cleanup.resume(crew)
         if self._paused_at is not None:
             self._paused_s = time.perf_counter() - self._paused_at
@@ -346,13 +307,3 @@ class Refit:
             serving=self._cleanup.serving,
             notes=self._notes,
         )
-
-
-@contextmanager
-def _as_step_error(phase: str) -> Iterator[None]:
-    """Let a worker's malformed answer fail the step like any other failure of that worker."""
-    try:
-        yield
-    except ProtocolError as error:
-        who = RankId(error.context.side or "rollout", error.context.rank or 0)
-        raise StepError(phase, [driver_failure(who, phase, ProtocolError, error.message)]) from error

@@ -15,6 +15,7 @@ from weightsync.errors import LifecycleError
 
 SEND = "send_weights_via_checkpoint_engine"
 OFFLOAD = "offload_policy"
+DIGEST = "weight_digest"
 
 SESSION_METHODS = (
     "checkpoint_engine_total_memory_bytes",
@@ -30,7 +31,7 @@ SESSION_METHODS = (
 
 _SEND_ENDS_S = 15.0
 
-POLICY_METHODS = (*SESSION_METHODS[:-2], SEND, OFFLOAD, *SESSION_METHODS[-2:])
+POLICY_METHODS = (*SESSION_METHODS[:-2], SEND, OFFLOAD, *SESSION_METHODS[-2:], DIGEST)
 """Every method of the worker protocol that a policy worker answers."""
 
 
@@ -122,6 +123,12 @@ class PolicySession:
         """Lend the engine for one send; a second one meanwhile is a `LifecycleError`."""
         with self._exclusive(SEND):
             yield self._require_connected()
+
+    @contextmanager
+    def digesting(self) -> Iterator[None]:
+        """Keep sends away while the weights are read; needs no engine."""
+        with self._exclusive(DIGEST):
+            yield
 
     def finalize_checkpoint_engine(self) -> None:
         """Release per-refit state; nothing to do without an engine."""

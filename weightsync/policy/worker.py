@@ -29,10 +29,18 @@ import torch
 import torch.distributed as dist
 
 from weightsync.config import NixlRefitConfig, RefitConfig, load_refit_config
+from weightsync.digests import WeightDigest
 from weightsync.errors import ConfigurationError, LifecycleError
 from weightsync.outcomes import run_for_outcome
 from weightsync.policy.figures import MeteredWeights
-from weightsync.policy.session import OFFLOAD, POLICY_METHODS, SEND, SESSION_METHODS, PolicySession
+from weightsync.policy.session import (
+    DIGEST,
+    OFFLOAD,
+    POLICY_METHODS,
+    SEND,
+    SESSION_METHODS,
+    PolicySession,
+)
 from weightsync.tensors import WeightStream
 
 _SIDE = "policy"
@@ -166,6 +174,8 @@ def _target(worker: PolicyWeightHooks, method: str) -> Callable[..., Any]:
     if method in (SEND, OFFLOAD):
         own: Callable[..., Any] = getattr(worker, method)
         return own
+    if method == DIGEST:
+        return partial(_digest, worker)
     if method not in SESSION_METHODS:
         raise ConfigurationError(
             f"a policy worker has no method {method!r}; known: {', '.join(POLICY_METHODS)}"
@@ -206,6 +216,28 @@ async def _send(worker: PolicyWeightHooks) -> dict[str, Any]:
             raise
         _tidy(tidying)
         return metered.figures(engine.refit_stats())
+
+
+def _digest(worker: PolicyWeightHooks, kind: str | None = None, tensors: bool = False) -> dict[str, Any]:
+    """Digest what would be sent now. Every rank has to be called: making the weights may be a collective.
+
+    Args:
+        worker: whose stream is digested.
+        kind: of the digest, to compare with one that another kind of device has made.
+        tensors: whether to return the digest of each tensor, too.
+    """
+    with _session_of(worker).digesting():
+        tidying: list[Callable[[], None]] = [worker.finish_weight_send]
+        try:
+            worker.prepare_weight_send()
+            weights = worker.weight_stream()
+            tidying.insert(0, weights.close)
+            digest = WeightDigest.of(weights, kind)
+        except BaseException as error:
+            _tidy(tidying, error)
+            raise
+        _tidy(tidying)
+        return digest.to_dict(tensors=tensors)
 
 
 def _tidy(steps: list[Callable[[], None]], cause: BaseException | None = None) -> None:

@@ -7,16 +7,20 @@ receiver; the worker supplies its rank and a way to make the loader of its model
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from weightsync.capacity import total_memory_bytes
+from weightsync.digests import WeightDigest
 from weightsync.engines.base import CheckpointEngine
 from weightsync.engines.registry import create_checkpoint_engine
 from weightsync.errors import ConfigurationError, ErrorRecord, LifecycleError
 from weightsync.outcomes import Outcome
 from weightsync.rollout.loader import WeightLoader
 from weightsync.rollout.receiver import RefitReceiver
+from weightsync.rollout.threads import in_thread
 
 
 class RolloutEndpoint:
@@ -36,6 +40,7 @@ class RolloutEndpoint:
         self._engine_ready = False
         self._connected = False
         self._discarded: str | None = None
+        self._staging: Future[dict[str, Any]] | None = None
 
     @property
     def rank(self) -> int:
@@ -56,11 +61,12 @@ class RolloutEndpoint:
 
     async def call_async(self, method: str, kwargs: dict[str, Any] | None = None) -> dict[str, Any]:
         """Like `call`, for a thread that runs an event loop: receiving is awaited there."""
-        if method != "update_weights_from_checkpoint_engine":
+        if method not in ("update_weights_from_checkpoint_engine", "stage_weights_from_checkpoint_engine"):
             return self.call(method, kwargs)
         try:
-            receiver, version = self._require_opened()
-            return self._value(await receiver.receive_async(version))
+            receiver, version = self._require_opened(method)
+            staged = method == "stage_weights_from_checkpoint_engine"
+            return self._value(await receiver.receive_async(version, staged=staged))
         except Exception as error:  # noqa: BLE001 - as in `call`
             return self._failure(method, error)
 
@@ -84,6 +90,8 @@ class RolloutEndpoint:
             if self._discarded is not None:
                 self._receiver.discard(self._discarded)
         self._receiver.engine = engine
+        # Where not every chunk is checked, a digest of them all would cost what was to be saved.
+        self._receiver.digests = (engine_kwargs or {}).get("verify", "full") == "full"
         self._engine_ready, self._connected, self._opened = True, False, None
 
     def prepare_checkpoint_engine(self) -> Any:
@@ -132,6 +140,7 @@ class RolloutEndpoint:
         """Announce the next refit; ``receivers``: the rollout ranks that take part, by default all."""
         engine = self._connected_engine()
         self._require_receiver().require_next(version)
+        self._require_receiver().drop_staged()
         self._opened = None
         some = {} if receivers is None else {"receivers": receivers}
         engine.open_refit(epoch=epoch, version=version, **some)
@@ -139,8 +148,46 @@ class RolloutEndpoint:
 
     def update_weights_from_checkpoint_engine(self) -> dict[str, Any]:
         """Receive and load the refit that was opened; returns its figures."""
-        receiver, version = self._require_opened()
+        receiver, version = self._require_opened("update_weights_from_checkpoint_engine")
         return receiver.receive(version)
+
+    def stage_weights_from_checkpoint_engine(self) -> dict[str, Any]:
+        """Receive the refit that was opened into host memory; what is served stays. Returns its figures."""
+        receiver, version = self._require_opened("stage_weights_from_checkpoint_engine")
+        return receiver.receive(version, staged=True)
+
+    def start_staging(self) -> None:
+        """As `stage_weights_from_checkpoint_engine`, in a thread: this worker can serve meanwhile."""
+        receiver, version = self._require_opened("start_staging")
+        self._staging = in_thread(partial(receiver.receive, version, staged=True))
+
+    def poll_staging(self) -> dict[str, Any] | None:
+        """Return the figures of `start_staging` once it has ended, `None` before; or raise its error."""
+        if self._staging is None:
+            raise LifecycleError("poll_staging without start_staging")
+        if not self._staging.done():
+            return None
+        staging, self._staging = self._staging, None
+        return staging.result(0)
+
+    def load_staged_weights(self) -> dict[str, Any]:
+        """Load what was staged; returns the figures of the whole refit."""
+        return self._require_receiver().load_staged()
+
+    def weight_digest(self, tensors: bool = False) -> dict[str, Any]:
+        """Digest what this rank serves now, and say what the last refit digested to as it came.
+
+        Args:
+            tensors: whether to return the digest of each tensor, too.
+
+        Returns:
+            the status; ``served``, of the tensors as they are stored; ``stream``, as they came, or `None`.
+        """
+        receiver = self._require_receiver()
+        served = WeightDigest.of(receiver.loader.served()).to_dict(tensors=tensors)
+        stream = receiver.stream_digest
+        came = stream.to_dict(tensors=tensors) if stream is not None else None
+        return {**receiver.status(), "served": served, "stream": came}
 
     def commit_refit(self, version: int) -> int:
         """Serve what was received; returns the version."""
@@ -173,16 +220,17 @@ class RolloutEndpoint:
             self._engine_ready = False
 
     def refit_status(self) -> dict[str, Any]:
-        """Return ``{"version", "dirty", "fenced"}``."""
+        """Return ``{"version", "highest", "dirty", "fenced"}``."""
         if self._receiver is None:
-            return {"version": None, "dirty": self._discarded is not None, "fenced": self._discarded}
+            dirty = self._discarded is not None
+            return {"version": None, "highest": None, "dirty": dirty, "fenced": self._discarded}
         return self._receiver.status()
 
-    def _require_opened(self) -> tuple[RefitReceiver, int]:
+    def _require_opened(self, method: str) -> tuple[RefitReceiver, int]:
         self._connected_engine()
         version, self._opened = self._opened, None
         if version is None:
-            raise LifecycleError("update_weights_from_checkpoint_engine without open_refit")
+            raise LifecycleError(f"{method} without open_refit")
         return self._require_receiver(), version
 
     def _require_receiver(self) -> RefitReceiver:
@@ -229,11 +277,16 @@ ROLLOUT_METHODS = (
     "update_checkpoint_engine_process_group",
     "open_refit",
     "update_weights_from_checkpoint_engine",
+    "stage_weights_from_checkpoint_engine",
+    "start_staging",
+    "poll_staging",
+    "load_staged_weights",
     "commit_refit",
     "fence_refit",
     "discard_weights",
     "finalize_checkpoint_engine",
     "close_checkpoint_engine",
     "refit_status",
+    "weight_digest",
 )
 """Every method of the worker protocol that a rollout rank answers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -39,3 +40,6 @@ class WeightLoader(Protocol):
 
         The model may hold a mixture of old and new weights.
         """
+
+    def served(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors that are served, under the names and in the form in which they are stored."""

@@ -75,6 +75,10 @@ class ModuleLoader:
         """Let go of the tensors; see `WeightLoader`."""
         self._slots = None
 
+    def served(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every parameter and persistent buffer; see `WeightLoader`."""
+        return named_state(self.model)
+
     def _unknown(self, manifest: WeightManifest, slots: dict[str, torch.Tensor]) -> list[str]:
         return [
             name for name in manifest.names if name not in slots and not _matches(name, self.allow_unused)

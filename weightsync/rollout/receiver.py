@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from weightsync.digests import WeightDigest
 from weightsync.engines.base import CheckpointEngine
 from weightsync.errors import (
     ErrorContext,
@@ -26,7 +27,8 @@ from weightsync.errors import (
 )
 from weightsync.rollout.ledger import StreamLedger
 from weightsync.rollout.loader import Batch, WeightLoader
-from weightsync.tensors import list_names
+from weightsync.rollout.staging import StagedWeights
+from weightsync.tensors import WeightManifest, list_names
 
 
 def synchronize_device() -> None:
@@ -46,13 +48,17 @@ class ReceiveFigures:
     tensors: int = 0
     batches: int = 0
     receive_s: float = 0.0
+    digest_s: float = 0.0
+    stage_s: float = 0.0
     load_s: float = 0.0
     total_s: float = 0.0
     extra: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as plain data."""
-        seconds = {"receive": self.receive_s, "load": self.load_s, "total": self.total_s}
+        optional = {"digest": self.digest_s, "stage": self.stage_s}
+        some = {phase: taken for phase, taken in optional.items() if taken}
+        seconds = {"receive": self.receive_s, **some, "load": self.load_s, "total": self.total_s}
         counts = {"bytes": self.bytes, "tensors": self.tensors, "batches": self.batches}
         return {**counts, "seconds": seconds, **self.extra}
 
@@ -96,6 +102,9 @@ class RefitReceiver:
         version: the version served, `None` before the first commit and while fenced.
         dirty: whether weights were written since the last commit.
         fenced: why this rank must not serve, or `None`.
+        highest: the highest version that was ever committed here.
+        digests: whether the tensors of a refit are digested as they come.
+        stream_digest: of the weights committed last, as they came; `None` if they were not digested.
     """
 
     def __init__(self, engine: CheckpointEngine, loader: WeightLoader, *, rank: int = 0) -> None:
@@ -105,6 +114,11 @@ class RefitReceiver:
         self.version: int | None = None
         self.dirty = False
         self.fenced: str | None = None
+        self.highest: int | None = None
+        self.digests = True
+        self.stream_digest: WeightDigest | None = None
+        self._came = WeightDigest()
+        self._staged: tuple[int, StagedWeights, ReceiveFigures] | None = None
         self._position = Position("receive")
         self._failed: tuple[BaseException, Position] | None = None
         self._loaded: int | None = None
@@ -112,8 +126,13 @@ class RefitReceiver:
         self._begun = False
 
     def status(self) -> dict[str, Any]:
-        """Return ``{"version", "dirty", "fenced"}``."""
-        return {"version": self.version, "dirty": self.dirty, "fenced": self.fenced}
+        """Return ``{"version", "highest", "dirty", "fenced"}``."""
+        return {
+            "version": self.version,
+            "highest": self.highest,
+            "dirty": self.dirty,
+            "fenced": self.fenced,
+        }
 
     def require_serving(self) -> None:
         """Check that the weights are whole.
@@ -130,13 +149,12 @@ class RefitReceiver:
             )
 
     def require_next(self, version: int) -> None:
-        """Check that ``version`` may follow what is served here, and that no refit is running.
+        """Check that ``version`` may follow what was served here, and that no refit is running.
 
-        While fenced nothing is served, and any version may follow: a driver that was started anew cannot know
-        the earlier ones.
+        While nothing is served, the version that was committed last may come once more.
 
         Raises:
-            LifecycleError: it is not greater than the version served, or a refit is running.
+            LifecycleError: it is stale or repeated, or a refit is running.
         """
         if self._busy:
             raise self._lifecycle(f"refit to version {version} while another one runs", "open")
@@ -145,8 +163,14 @@ class RefitReceiver:
                 f"version {version} does not follow version {self.version}: versions must increase",
                 "open",
             )
+        if self.highest is not None and version < self.highest:
+            raise self._lifecycle(
+                f"version {version} is older than version {self.highest}, which was served here: "
+                "versions must increase",
+                "open",
+            )
 
-    def receive(self, version: int) -> dict[str, Any]:
+    def receive(self, version: int, *, staged: bool = False) -> dict[str, Any]:
         """Receive and load one refit; blocks. Returns the figures; see `receive_async`.
 
         Raises:
@@ -156,14 +180,15 @@ class RefitReceiver:
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            return asyncio.run(self.receive_async(version))
+            return asyncio.run(self.receive_async(version, staged=staged))
         raise self._lifecycle("this thread runs an event loop: await receive_async instead", "receive")
 
-    async def receive_async(self, version: int) -> dict[str, Any]:
+    async def receive_async(self, version: int, *, staged: bool = False) -> dict[str, Any]:
         """Receive and load one refit. The weights are complete afterwards, but not yet committed.
 
         Args:
             version: greater than the last committed one.
+            staged: keep all of it in host memory for `load_staged`; what is served stays as it is.
 
         Returns:
             bytes, tensors, batches, and seconds by phase (``receive``, ``load``, ``total``).
@@ -176,17 +201,57 @@ class RefitReceiver:
         """
         self.require_next(version)
         self._busy, self._begun, self._loaded, self._failed = True, False, None, None
+        self._came = WeightDigest()
+        self.drop_staged()
+        waiting = StagedWeights() if staged else None
         started = time.perf_counter()
         try:
-            figures = await self._run()
+            figures = await self._run(waiting)
         except BaseException as error:
             self._give_up(error)
             raise
         finally:
             self._busy = False
             self.engine.manifest_check = None
-        self._loaded = version
         figures.total_s = time.perf_counter() - started
+        if waiting is not None:
+            figures.extra["staged_bytes"] = waiting.nbytes
+            self._staged = version, waiting, figures
+            return figures.to_dict()
+        return self._complete(version, figures)
+
+    def load_staged(self) -> dict[str, Any]:
+        """Load what was staged; returns the figures of all of the refit. Not yet committed afterwards.
+
+        Raises:
+            LifecycleError: nothing is staged, or a refit is running.
+            Exception: whatever the loader raised. This rank is dirty then.
+        """
+        if self._staged is None or self._busy:
+            raise self._lifecycle("there is no staged update to load", "load")
+        (version, waiting, figures), self._staged = self._staged, None
+        self.require_next(version)
+        self._busy, self._begun, self._failed, self._position = True, False, None, Position("load")
+        started = time.perf_counter()
+        try:
+            with _timed(figures, "load_s"):
+                for batch in waiting.take():
+                    self._load_batch(batch)
+                self._finish(figures)
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        finally:
+            self._busy = False
+        figures.total_s += time.perf_counter() - started
+        return self._complete(version, figures)
+
+    def drop_staged(self) -> None:
+        """Let go of an update that waits in host memory."""
+        self._staged = None
+
+    def _complete(self, version: int, figures: ReceiveFigures) -> dict[str, Any]:
+        self._loaded = version
         print(figures.line(self.loader.kind), flush=True)
         return figures.to_dict()
 
@@ -204,27 +269,34 @@ class RefitReceiver:
         if self._loaded != version:
             held = "nothing" if self._loaded is None else f"version {self._loaded}"
             raise self._lifecycle(f"commit of version {version}, but {held} was received", "commit")
-        self.version = version
+        self.version, self.highest = version, version
+        self.stream_digest = self._came if self._came.tensors else None
         self.dirty, self.fenced, self._loaded = False, None, None
         return version
 
     def fence(self, reason: str) -> None:
-        """Refuse to serve until a complete refit, if weights were touched; else do nothing."""
+        """Refuse to serve until a complete refit, if weights were touched; else only drop what is staged."""
+        self.drop_staged()
         if self.dirty:
-            self.fenced, self.version, self._loaded = reason, None, None
+            self.fenced, self.version, self._loaded, self.stream_digest = reason, None, None, None
 
     def discard(self, reason: str) -> None:
         """The weights are gone: refuse to serve until a complete refit."""
         self.dirty = True
         self.fence(reason)
 
-    async def _run(self) -> ReceiveFigures:
-        figures, ledger = ReceiveFigures(), StreamLedger(self.loader.check_manifest)
+    async def _run(self, waiting: StagedWeights | None) -> ReceiveFigures:
+        def check(manifest: WeightManifest) -> None:
+            self.loader.check_manifest(manifest)
+            if waiting is not None:
+                waiting.require_room(manifest)
+
+        figures, ledger = ReceiveFigures(), StreamLedger(check)
         self.engine.manifest_check = ledger.announce
         self._position = Position("receive")
         batches = self.engine.receive_weight_batches()
         try:
-            await self._load_all(batches, ledger, figures)
+            await self._take_all(batches, ledger, figures, waiting)
         except BaseException as error:
             if self._position.failed:
                 error.add_note(self._position.failed)
@@ -235,35 +307,54 @@ class RefitReceiver:
         await batches.aclose()
         return figures
 
-    async def _load_all(
-        self, batches: AsyncGenerator[Batch, None], ledger: StreamLedger, figures: ReceiveFigures
+    async def _take_all(
+        self,
+        batches: AsyncGenerator[Batch, None],
+        ledger: StreamLedger,
+        figures: ReceiveFigures,
+        waiting: StagedWeights | None,
     ) -> None:
         while True:
             with _timed(figures, "receive_s"):
                 batch = await anext(batches, None)
             if batch is None:
                 break
-            with _timed(figures, "load_s"):
-                self._load(batch, ledger, figures)
+            self._take(batch, ledger, figures, waiting)
             batch = None
             self._position = Position("receive")
         self._position = Position("manifest")
         if ledger.is_silent:
             raise IncompleteStreamError("the update brought no tensors and promised none")
         ledger.require_complete()
-        with _timed(figures, "load_s"):
-            self._finish(figures)
+        if waiting is None:
+            with _timed(figures, "load_s"):
+                self._finish(figures)
 
-    def _load(self, batch: Batch, ledger: StreamLedger, figures: ReceiveFigures) -> None:
+    def _take(
+        self, batch: Batch, ledger: StreamLedger, figures: ReceiveFigures, waiting: StagedWeights | None
+    ) -> None:
         self._position = Position("manifest")
         ledger.record(batch)
+        if self.digests:
+            with _timed(figures, "digest_s"):
+                for name, tensor in batch:
+                    self._came.add(name, tensor, self.engine.arrived_digest(name))
+        if waiting is None:
+            with _timed(figures, "load_s"):
+                self._load_batch(batch)
+        else:
+            self._position = Position("stage")
+            with _timed(figures, "stage_s"):
+                waiting.keep(batch)
+        figures.batches += 1
+        figures.tensors += len(batch)
+        figures.bytes += sum(tensor.numel() * tensor.element_size() for _, tensor in batch)
+
+    def _load_batch(self, batch: Batch) -> None:
         self._position = Position("load", tuple(name for name, _ in batch))
         self._begin_once()
         self.loader.load(batch)
         synchronize_device()
-        figures.batches += 1
-        figures.tensors += len(batch)
-        figures.bytes += sum(tensor.numel() * tensor.element_size() for _, tensor in batch)
 
     def _finish(self, figures: ReceiveFigures) -> None:
         self._position = Position("load")
@@ -271,12 +362,12 @@ class RefitReceiver:
         self.loader.finish()
         synchronize_device()
         self._begun = False
-        figures.extra = dict(getattr(self.loader, "notes", {}))
+        figures.extra |= dict(getattr(self.loader, "notes", {}))
 
     def _begin_once(self) -> None:
         if not self._begun:
             self._begun = self.dirty = True
-            self.version = None
+            self.version = self.stream_digest = None
             self.loader.begin()
 
     def _give_up(self, error: BaseException) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any
 
-from weightsync.errors import ConfigurationError, ErrorRecord
+from weightsync.errors import ConfigurationError, DeadlineError, ErrorRecord
 from weightsync.outcomes import Outcome
 from weightsync.rollout.controls import control_method, require_in_flight_mode
 from weightsync.rollout.vllm.arguments import RefitSettings, rpc_timeout
@@ -18,7 +18,14 @@ from weightsync.rollout.vllm.host import (
     require_reset,
     with_refit_classes,
 )
-from weightsync.rollout.vllm.host_state import STATUS_CHANGING, UPDATE, HostState
+from weightsync.rollout.vllm.host_state import (
+    POLL_S,
+    STAGE,
+    STATUS_CHANGING,
+    WRITING,
+    HostState,
+    has_ended,
+)
 from weightsync.rollout.vllm.resolving import resolve_async
 
 _LIVENESS_S = 0.5
@@ -58,11 +65,13 @@ class AsyncVllmEngineHost:
         self, checkpoint_method: str, method_kwargs: dict[str, Any] | None = None
     ) -> list[dict[str, Any]]:
         """Run one method of the worker protocol on every rank; returns their outcomes in rank order."""
+        if checkpoint_method == STAGE:
+            return await self._stage()
         with self._state.writing(checkpoint_method):
             outcomes = await self._call_ranks(checkpoint_method, method_kwargs)
         if checkpoint_method in STATUS_CHANGING and self._state.lost is None:
             self._state.learn(await self._call_ranks("refit_status", None))
-            if checkpoint_method == UPDATE and self._state.withheld and self._state.is_whole:
+            if checkpoint_method in WRITING and self._state.withheld and self._state.is_whole:
                 await (
                     self._let_run()
                 )  # the driver gave the update up and resumed: nothing was written after all
@@ -160,6 +169,18 @@ class AsyncVllmEngineHost:
         """End vLLM's processes. The host is not used again."""
         self._state.lose("it was shut down")
         self.engine.shutdown()
+
+    async def _stage(self) -> list[dict[str, Any]]:
+        """Let the ranks receive in threads of their own, so that requests run meanwhile; wait for the end."""
+        outcomes = await self._call_ranks("start_staging", None)
+        if any("error" in outcome for outcome in outcomes):
+            return outcomes
+        deadline = time.monotonic() + self._timeout_s
+        while not has_ended(outcomes := await self._call_ranks("poll_staging", None)):
+            if time.monotonic() > deadline:
+                return self._state.failed_outcomes(DeadlineError("staging did not end"), STAGE)
+            await asyncio.sleep(POLL_S)
+        return outcomes
 
     async def _let_run(self) -> None:
         pauses = self._pauses

@@ -24,7 +24,7 @@ from weightsync.outcomes import run_for_outcome
 from weightsync.rollout.controls import control_method, require_in_flight_mode
 from weightsync.rollout.vllm.arguments import RefitSettings, configure_vllm_kwargs, rpc_timeout
 from weightsync.rollout.vllm.cpu import enable_amx, is_cpu_platform
-from weightsync.rollout.vllm.host_state import STATUS_CHANGING, HostState
+from weightsync.rollout.vllm.host_state import POLL_S, STAGE, STATUS_CHANGING, HostState, has_ended
 from weightsync.rollout.vllm.memory import EngineMemory
 from weightsync.rollout.vllm.resolving import resolve
 from weightsync.rollout.vllm.turns import Turns
@@ -71,6 +71,8 @@ class VllmEngineHost:
         self, checkpoint_method: str, method_kwargs: dict[str, Any] | None = None
     ) -> list[dict[str, Any]]:
         """Run one method of the worker protocol on every rank; returns their outcomes in rank order."""
+        if checkpoint_method == STAGE:
+            return self._stage()
         try:
             with self._turns.take(self._timeout_s, checkpoint_method):
                 with self._state.writing(checkpoint_method):
@@ -190,6 +192,18 @@ class VllmEngineHost:
         """End vLLM's processes. The host is not used again."""
         self._state.lose("it was shut down")
         self.llm.llm_engine.engine_core.shutdown()
+
+    def _stage(self) -> list[dict[str, Any]]:
+        """Let the ranks receive in threads of their own, so that requests run meanwhile; wait for the end."""
+        outcomes = self.checkpoint_engine_rpc("start_staging")
+        if any("error" in outcome for outcome in outcomes):
+            return outcomes
+        deadline = time.monotonic() + self._timeout_s
+        while not has_ended(outcomes := self.checkpoint_engine_rpc("poll_staging")):
+            if time.monotonic() > deadline:
+                return self._state.failed_outcomes(DeadlineError("staging did not end"), STAGE)
+            time.sleep(POLL_S)
+        return outcomes
 
     def _control(self, action: str, kwargs: dict[str, Any]) -> Any:
         method = control_method(self, action)

@@ -18,8 +18,15 @@ from weightsync.errors import (
 from weightsync.outcomes import Outcome
 
 UPDATE = "update_weights_from_checkpoint_engine"
+STAGE = "stage_weights_from_checkpoint_engine"
+WRITING = frozenset({UPDATE, "load_staged_weights"})
+"""Methods during which the weights are written."""
+
+POLL_S = 0.02
+"""Seconds between two looks at an update that comes into host memory while requests run."""
+
 STATUS_CHANGING = frozenset(
-    {UPDATE, "commit_refit", "fence_refit", "discard_weights", "init_checkpoint_engine"}
+    {*WRITING, "commit_refit", "fence_refit", "discard_weights", "init_checkpoint_engine"}
 )
 """Methods after which the host asks its ranks for their status."""
 
@@ -77,8 +84,8 @@ class HostState:
 
     @contextmanager
     def writing(self, method: str) -> Iterator[None]:
-        """Count the weights as written to while ``method`` is an update, and until the ranks deny it."""
-        if method != UPDATE:
+        """Count the weights as written to while ``method`` writes them, and until the ranks deny it."""
+        if method not in WRITING:
             yield
             return
         self.dirty = True
@@ -153,3 +160,8 @@ class HostState:
             rank=rank,
             phase=phase,
         )
+
+
+def has_ended(outcomes: list[dict[str, Any]]) -> bool:
+    """Whether every rank has answered ``poll_staging`` with figures or an error."""
+    return all("error" in outcome or outcome.get("value") is not None for outcome in outcomes)

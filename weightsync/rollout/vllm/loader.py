@@ -122,6 +122,11 @@ class VllmLoader:
             repack_tied_head(self.model)
         self._kernels.put_back()
 
+    def served(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the parameters as vLLM stores them, fused and sharded; see `WeightLoader`."""
+        yield from self.model.named_parameters()
+        yield from self.model.named_buffers()
+
     @contextmanager
     def _context(self) -> Iterator[None]:
         from vllm.config import set_current_vllm_config
