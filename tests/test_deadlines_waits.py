@@ -77,7 +77,7 @@ ALLOWED_POOLS = {
 SLEEPING = {
     "weightsync.engines.collective:CollectiveTransport.shut": "_END_S",
     "weightsync.engines.collective:CollectiveTransport._explained": "_HEARSAY_S",
-    "weightsync.engines.collective_group:Group.form": "`go_on` raises once its caller, which is bounded, left",
+    "weightsync.engines.collective_group:Group.form": "`go_on` raises once its caller has left",
     "weightsync.engines.collective_group:_end": "gloo's own time-out; a daemon, waited for by nobody",
     "weightsync.engines.collective_group:await_ended": "timeout_s",
     "weightsync.engines.collective_meeting:Meeting._lead": "`go_on`, as above",

@@ -99,8 +99,8 @@ class Account:
             if sent != counts or done.buckets != self._buckets[source]:
                 raise IncompleteStreamError(
                     f"the stream that {source} has sent, its share in {done.buckets} buckets, has "
-                    f"{done.tensors} tensors of {done.nbytes} bytes; {self._buckets[source]} buckets came from "
-                    f"there, and {len(came)} tensors of {came.nbytes} bytes in all"
+                    f"{done.tensors} tensors of {done.nbytes} bytes; {self._buckets[source]} buckets came "
+                    f"from there, and {len(came)} tensors of {came.nbytes} bytes in all"
                 )
         return came
 

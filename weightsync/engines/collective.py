@@ -47,6 +47,8 @@ _log = logging.getLogger(__name__)
 _STORE_S = 30.0
 _HEARSAY_S = 2.0
 _END_S = 1.0
+_SHUT_S = 0.2
+"""Why a refit failed is told only after it is shut, so this is short."""
 _MARGIN_S = 1.0
 _PAUSE_S = 0.01
 
@@ -208,12 +210,12 @@ class CollectiveTransport(BucketTransport):
         """Keep the group if everything in it has ended well; give it up otherwise."""
         if self._group is None:
             return
-        end = time.monotonic() + _END_S
+        end = time.monotonic() + _SHUT_S
         while not self._is_broken and not self._have_ended() and time.monotonic() < end:
             time.sleep(_PAUSE_S)
         failed = any(each.failure is not None for each in self._broadcasts.values())
         if self._is_broken or failed or not self._have_ended():
-            self._drop_group()
+            self._drop_group(patience_s=_SHUT_S)
 
     def disconnect(self) -> None:
         """Leave the group and its store."""
@@ -304,10 +306,10 @@ class CollectiveTransport(BucketTransport):
     def _have_ended(self) -> bool:
         return all(each.has_ended for each in self._broadcasts.values())
 
-    def _drop_group(self) -> None:
+    def _drop_group(self, *, patience_s: float = _END_S) -> None:
         group, self._group = self._group, None
         if group is not None:
-            group.drop(patience_s=_END_S)
+            group.drop(patience_s=patience_s)
 
     def _require_seat(self) -> _Seat:
         if self._seat is None:

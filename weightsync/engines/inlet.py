@@ -5,7 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +15,16 @@ from weightsync.buckets import unpack_bucket
 from weightsync.control import Bucket, Done, Link, Manifest, Release
 from weightsync.engines.buffers import POISON, await_readers, bind_thread, overwrite
 from weightsync.engines.outlet import Outlet
-from weightsync.engines.refit import Refit
+from weightsync.engines.refit import Refit, saying_what_was_heard
 from weightsync.engines.slots import Slots
-from weightsync.errors import DeadlineError, DigestError, IncompleteStreamError, ProtocolError
+from weightsync.engines.waiting import BRIEFLY_S
+from weightsync.errors import (
+    DeadlineError,
+    DigestError,
+    IncompleteStreamError,
+    ProtocolError,
+    WeightSyncError,
+)
 from weightsync.tensors import TensorMeta, digest_bytes, dtype_from_name
 from weightsync.topology import RankId
 
@@ -92,9 +100,9 @@ class Inlet:
         self._thread.start()
 
     def event(self) -> Event | BaseException | None:
-        """Return what has come next; `None` if nothing has."""
+        """Return what has come next, or comes in a moment; `None` if nothing does."""
         try:
-            return self._events.get_nowait()
+            return self._events.get(timeout=BRIEFLY_S)
         except queue.Empty:
             return None
 
@@ -200,7 +208,8 @@ class Inlet:
             if not self._loading:
                 raise self._outlet.overdue("forwarding", time.monotonic() - started)
         if slot in self._used and self._forwards:
-            self._refit.transport.settle(slot, timeout_s=self._refit.patience(), check=self._check)
+            with saying_what_was_heard(self._outlet.links, "forwarding"):
+                self._refit.transport.settle(slot, timeout_s=self._refit.patience(), check=self._check)
         return slot
 
     def _await_message(self) -> tuple[RankId, Manifest | Bucket | Done]:
@@ -242,7 +251,8 @@ class Inlet:
     def _fetch(self, source: RankId, bucket: Bucket, slot: int | None) -> torch.Tensor:
         if not bucket.nbytes:
             return self._buffers[0][:0]
-        with self._refit.stopwatch.phase("fetch"):
+        heard = saying_what_was_heard([self._sources[source]], "fetch")
+        with self._refit.stopwatch.phase("fetch"), heard, _at(bucket):
             return self._refit.transport.fetch(
                 source, bucket, slot or 0, timeout_s=self._refit.patience(), check=self._check_sources
             )
@@ -266,6 +276,16 @@ class Inlet:
             raise IncompleteStreamError("the consumer stopped before the end of the stream")
         for link in self._sources.values():
             link.check()
+
+
+@contextmanager
+def _at(bucket: Bucket) -> Iterator[None]:
+    """Say in an error which bucket it is about: the consumer may be at an earlier one."""
+    try:
+        yield
+    except WeightSyncError as error:
+        error.with_context(bucket=bucket.seq)
+        raise
 
 
 def require_digests(bucket: Bucket, data: torch.Tensor) -> None:

@@ -36,11 +36,13 @@ class Outlet:
     def __init__(self, refit: Refit, links: Sequence[Link], slots: Slots) -> None:
         self._refit = refit
         self._slots = slots
-        self._links = list(links)
+        self.links = list(links)
+        """To the targets."""
         self._loading = list(links)
         """Those that have not said that they have everything."""
         self._given: dict[int, _Given] = {}
         self._all_told = False
+        self._last: int | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -49,12 +51,12 @@ class Outlet:
 
     @property
     def last_given(self) -> int | None:
-        """The last bucket that a target still reads."""
-        return max(self._given, default=None)
+        """The last bucket that a target still reads; if none does, the last one that there was."""
+        return max(self._given, default=self._last)
 
     def publish(self, seq: int, slot: int, nbytes: int, chunks: tuple[ChunkEntry, ...]) -> None:
         """Make a filled buffer available to every target, which are its users from now on."""
-        if not self._links:
+        if not self.links:
             return
         payload = self._refit.transport.publish(slot, nbytes) if nbytes else b""
         self.give(Bucket(seq, slot, nbytes, chunks, payload))
@@ -63,8 +65,9 @@ class Outlet:
         """Tell every target of a bucket that is available."""
 
         def enter() -> None:
-            self._given[bucket.seq] = _Given(bucket.slot, set(self._links))
-            self._slots.share(bucket.slot, len(self._links))
+            self._last = bucket.seq
+            self._given[bucket.seq] = _Given(bucket.slot, set(self.links))
+            self._slots.share(bucket.slot, len(self.links))
 
         self._refit.watch.wake(enter)
         self._tell(bucket)
@@ -108,7 +111,7 @@ class Outlet:
     def _tell(self, message: Message) -> None:
         if self._refit.shelf is not None:
             self._refit.shelf.said.append(message)
-        for link in self._links:
+        for link in self.links:
             link.send(message)
 
     def _next_of(self, link: Link) -> Release | Complete | None:

@@ -27,6 +27,7 @@ from weightsync.tensors import WeightManifest, digest_kind
 from weightsync.topology import RankId, Topology
 
 _SETTLE_S = 10.0
+_PEERS_SHOWN = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +108,7 @@ class Refit:
                 link.check()
 
         timeout_s = self.budget.clip(self.deadlines.connect_s)
-        with self.stopwatch.phase("connect"):
+        with self.stopwatch.phase("connect"), saying_what_was_heard(links, "open"):
             try:
                 await self.waiter.run(
                     lambda: self.transport.open(sending=sending, timeout_s=timeout_s, check=check)
@@ -162,3 +163,16 @@ class Refit:
         if self.is_late and self.agreed[0][1] is not None:
             counts["version"] = self.agreed[0][1]
         return {**counts, "batches": batches, "bytes_moved": bytes_moved, **seconds}
+
+
+@contextmanager
+def saying_what_was_heard(links: Sequence[Link], phase: str) -> Iterator[None]:
+    """Say in the error of a transport that waited in vain what its peers have said last on these links."""
+    try:
+        yield
+    except DeadlineError as error:
+        heard = "; ".join(f"{link.peer}: {link.last_heard}" for link in links[:_PEERS_SHOWN])
+        rest = f" and {len(links) - _PEERS_SHOWN} more" if len(links) > _PEERS_SHOWN else ""
+        error.message = f"{error.message}; last heard of {heard}{rest}"
+        error.with_context(phase=phase, peer=links[0].peer if len(links) == 1 else None)
+        raise

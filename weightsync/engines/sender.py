@@ -15,9 +15,10 @@ from weightsync.control import ChunkEntry, Done, Link, Manifest
 from weightsync.engines.buffers import POISON, overwrite, synchronize
 from weightsync.engines.lockstep import Lockstep
 from weightsync.engines.outlet import Outlet
-from weightsync.engines.refit import Refit
+from weightsync.engines.refit import Refit, saying_what_was_heard
 from weightsync.engines.slots import Slots
 from weightsync.engines.stream import PromisedOrder, Weights
+from weightsync.engines.waiting import BRIEFLY_S
 from weightsync.errors import ErrorContext, WeightSyncError
 from weightsync.tensors import TensorSpec, WeightManifest, digest_bytes
 
@@ -74,6 +75,8 @@ class BucketSender:
         self._outlet = Outlet(refit, links, self._slots)
         self._peer = links[0].peer if len(links) == 1 else None
         self._used: set[int] = set()
+        self._cleans = refit.transport.settles or refit.poison_released
+        """Whether a buffer that was used is to be made ready again."""
         self.bytes_sent = 0
         self.buckets_sent = 0
         self._failure: BaseException | None = None
@@ -128,10 +131,16 @@ class BucketSender:
         if self._refit.shelf is not None:
             self._refit.watch.wake(self._outlet.take_in)
             return _OpenBucket(seq, self._refit.shelf.take(self._slots, self._buffers))
-        slot = self._slots.take()
-        if slot is None or slot in self._used:
+        with self._stopwatch.phase("wait"):
+            slot = self._refit.watch.until(self._next_slot, timeout_s=BRIEFLY_S)
+        if slot is None or (slot in self._used and self._cleans):
             slot = await self._wait(partial(self._make_ready, slot))
         return _OpenBucket(seq, slot)
+
+    def _next_slot(self) -> int | None:
+        """Return a buffer that all targets have released, or `None`. To be called by a watch."""
+        self._outlet.take_in()
+        return self._slots.take()
 
     def _fill(self, bucket: _OpenBucket, placement: Placement, ordinal: int) -> None:
         meta, start = placement.meta, placement.meta.offset or 0
@@ -183,7 +192,8 @@ class BucketSender:
             slot = self._slots.take()
         transport = self._refit.transport
         if slot in self._used:
-            transport.settle(slot, timeout_s=self._refit.patience(), check=self._outlet.check)
+            with saying_what_was_heard(self._outlet.links, "waiting for a buffer"):
+                transport.settle(slot, timeout_s=self._refit.patience(), check=self._outlet.check)
             self._poison(slot)
         return slot
 
