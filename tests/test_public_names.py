@@ -9,7 +9,9 @@ import re
 import pytest
 
 from weightsync import errors
-from weightsync.engines.base import CheckpointEngine
+from weightsync.engines.base import CAPABILITIES, CheckpointEngine
+from weightsync.engines.registry import resolve_checkpoint_engine
+from weightsync.names import BUILTIN_ENGINES
 
 PUBLIC = {
     "weightsync": {"__version__"},
@@ -37,7 +39,7 @@ PUBLIC = {
         "load_refit_config",
         "resolve_bucket_size",
     },
-    "weightsync.engines.base": {"CheckpointEngine"},
+    "weightsync.engines.base": {"CAPABILITIES", "CheckpointEngine"},
     "weightsync.engines.bucketed": {"BucketedCheckpointEngine"},
     "weightsync.engines.nixl": {"NIXLCheckpointEngine", "preinit_nixl_agent"},
     "weightsync.engines.registry": {
@@ -46,7 +48,7 @@ PUBLIC = {
         "register_checkpoint_engine",
         "resolve_checkpoint_engine",
     },
-    "weightsync.engines.transport": {"BucketTransport"},
+    "weightsync.engines.transport": {"BucketTransport", "Peer", "Place"},
     "weightsync.policy": {
         "AsyncPolicyCheckpointEngineMixin",
         "ColocatedWorkerMixin",
@@ -65,6 +67,19 @@ PUBLIC = {
     "weightsync.rollout.vllm.host": {"VllmEngineHost"},
     "weightsync.synchronizer": {"CheckpointEngineWeightSynchronizer"},
     "weightsync.tensors": {"TensorMeta", "TensorSpec", "WeightManifest", "WeightStream"},
+    "weightsync.testing": {"EngineConformance"},
+    "weightsync.topology": {"RankId", "Topology", "choose_topology", "make_topology"},
+}
+
+ENGINES = {
+    "gloo": "weightsync.engines.collective:GlooCheckpointEngine",
+    "hccl": "weightsync.engines.collective:HCCLCheckpointEngine",
+    "ipc": "weightsync.engines.ipc:IPCCheckpointEngine",
+    "kimi_ckpt_engine": "weightsync.engines.kimi:KimiCheckpointEngine",
+    "mooncake": "weightsync.engines.mooncake:MooncakeCheckpointEngine",
+    "naive": "weightsync.engines.naive:NaiveCheckpointEngine",
+    "nccl": "weightsync.engines.collective:NCCLCheckpointEngine",
+    "nixl": "weightsync.engines.nixl:NIXLCheckpointEngine",
 }
 
 METHODS = {
@@ -75,7 +90,11 @@ METHODS = {
     "finalize": [],
     "send_weights": ["weights"],
     "receive_weight_batches": [],
-    "open_refit": ["epoch", "version"],
+    "refuses": ["train_world_size", "rollout_world_size"],
+    "join_late": ["rollout_rank", "train_world_size", "rollout_world_size", "metadata"],
+    "update_process_group": ["rank", "train_world_size", "rollout_world_size", "metadata"],
+    "arrived_digest": ["name"],
+    "open_refit": ["epoch", "version", "receivers"],
     "abort_refit": ["error"],
     "refit_stats": [],
     "close": [],
@@ -95,6 +114,20 @@ def test_what_a_module_exports_exists_and_holds_its_public_names(module: str, na
     if exported is not None:
         assert names <= set(exported)
         assert {name for name in exported if not hasattr(found, name)} == set()
+
+
+def test_every_transport_has_its_name() -> None:
+    assert ENGINES == BUILTIN_ENGINES
+    for name in ENGINES:
+        assert resolve_checkpoint_engine(name).transport_name == name  # type: ignore[attr-defined]
+
+
+def test_what_an_engine_may_lack() -> None:
+    assert set(CAPABILITIES) == {"processes", "hosts", "losses", "checks", "latecomers"}
+    for name in ENGINES:
+        lacks = resolve_checkpoint_engine(name).lacks
+        assert set(lacks) <= set(CAPABILITIES)
+        assert all(lacks.values())
 
 
 @pytest.mark.vllm
