@@ -89,6 +89,12 @@ def test_engines_take_what_the_configuration_gives_them(name: str) -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("name", ["gloo", "kimi_ckpt_engine"])
+def test_engines_of_host_memory_take_what_they_are_given_by_default(name: str) -> None:
+    kwargs = select(name).engine_kwargs()
+    create_checkpoint_engine(name, bucket_size_bytes=1 << 20, engine_kwargs=kwargs).close()
+
+
 @pytest.mark.parametrize(
     ("name", "own"),
     [
@@ -104,7 +110,8 @@ def test_engines_take_what_the_configuration_gives_them(name: str) -> None:
 def test_the_settings_of_a_transport_reach_its_engine(name: str, own: dict[str, Any]) -> None:
     common = {"bind_host": "::", "advertise_host": "a", "fan_out": 3, "release_after_refit": True}
     config = select(name, **{name: {**common, **own, "topology": "auto"}})
-    waits = config.lifecycle.model_dump(exclude={"in_flight", "allow_missing", "allow_unused"})
+    drivers = {"in_flight", "on_failure", "commit", "allow_missing", "allow_unused"}
+    waits = config.lifecycle.model_dump(exclude=drivers)
     assert config.engine_kwargs() == {
         **common, **own, **waits, "topology": "auto", "device": SCOPES[name]().device,
     }  # fmt: skip
@@ -113,7 +120,14 @@ def test_the_settings_of_a_transport_reach_its_engine(name: str, own: dict[str, 
 
 @pytest.mark.parametrize(
     ("name", "device"),
-    [("nixl", "cuda"), ("ipc", "cuda"), ("gloo", "cpu"), ("nccl", "cuda"), ("hccl", "npu")],
+    [
+        ("nixl", "cuda"),
+        ("ipc", "cuda"),
+        ("gloo", "cpu"),
+        ("nccl", "cuda"),
+        ("hccl", "npu"),
+        ("kimi_ckpt_engine", "cpu"),
+    ],
 )
 def test_the_default_device(name: str, device: str) -> None:
     assert select(name).device == device
@@ -133,6 +147,7 @@ def test_the_default_device(name: str, device: str) -> None:
         ],
         ("ipc", "topology", "ring", "they have nothing to send on"),
         ("ipc", "topology", "tree", "they have nothing to send on"),
+        ("kimi_ckpt_engine", "device", "cuda", "write 'cpu' (the shares are kept in host memory)"),
         ("kimi_ckpt_engine", "topology", "pairs", "every policy rank keeps its share"),
         ("mooncake", "topology", "mesh", "'tree', 'stripes' or 'auto'"),
         ("naive", "topology", "star", "in the process of one policy rank"),

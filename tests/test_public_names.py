@@ -10,7 +10,7 @@ import pytest
 
 from weightsync import errors
 from weightsync.engines.base import CAPABILITIES, CheckpointEngine
-from weightsync.engines.registry import resolve_checkpoint_engine
+from weightsync.engines.registry import create_checkpoint_engine, resolve_checkpoint_engine
 from weightsync.names import BUILTIN_ENGINES
 
 PUBLIC = {
@@ -128,6 +128,16 @@ def test_what_an_engine_may_lack() -> None:
         lacks = resolve_checkpoint_engine(name).lacks
         assert set(lacks) <= set(CAPABILITIES)
         assert all(lacks.values())
+
+
+@pytest.mark.nixl
+@pytest.mark.parametrize(("transport", "lacks"), [("nixl", set()), ("ipc", {"hosts"})])
+def test_what_the_parameter_server_lacks_is_what_moves_its_bytes(transport: str, lacks: set[str]) -> None:
+    engine = create_checkpoint_engine(
+        "kimi_ckpt_engine", bucket_size_bytes=1 << 20, engine_kwargs={"transport": transport}
+    )
+    assert set(engine.lacks) == lacks
+    engine.close()
 
 
 @pytest.mark.vllm

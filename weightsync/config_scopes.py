@@ -128,9 +128,10 @@ class HcclRefitConfig(CollectiveRefitConfig):
     device: Literal["npu"] = Field("npu", description="'npu' (HCCL moves NPU memory)")
 
 
-class KimiRefitConfig(_HostOrGpu):
+class KimiRefitConfig(EngineScope):
     """``refit_cfg.kimi_ckpt_engine``: settings of the parameter server."""
 
+    device: Literal["cpu"] = Field("cpu", description="'cpu' (the shares are kept in host memory)")
     topology: Literal["stripes", "auto"] = Field(
         "stripes", description="'stripes' or 'auto' (every policy rank keeps its share for all receivers)"
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -22,7 +22,7 @@ CAPABILITIES: Mapping[str, str] = {
     "checks": "what comes damaged, twice or not at all is an error",
     "latecomers": "a worker that comes after a refit is given its weights without another one",
 }
-"""What an engine is expected to do, unless its class says in `CheckpointEngine.lacks` why it cannot."""
+"""What an engine is expected to do, unless it says in `CheckpointEngine.lacks` why it cannot."""
 
 
 class CheckpointEngine(ABC):
@@ -33,8 +33,8 @@ class CheckpointEngine(ABC):
 
     shard_expert_weights: bool = False
 
-    lacks: ClassVar[Mapping[str, str]] = {}
-    """What this engine cannot do by nature, each of `CAPABILITIES` with the reason."""
+    lacks: Mapping[str, str] = {}
+    """What this engine cannot do by nature, as it is configured, each of `CAPABILITIES` with the reason."""
 
     manifest_check: Callable[[WeightManifest], None] | None = None
     """Set by the receiver: called with the manifest before the first batch; raises to refuse the refit."""

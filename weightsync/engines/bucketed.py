@@ -55,7 +55,7 @@ class BucketedCheckpointEngine(CheckpointEngine):
         advertise_host: address that peers are told; default: ``bind_host``.
     """
 
-    lacks: ClassVar[Mapping[str, str]] = {
+    lacks: Mapping[str, str] = {
         "latecomers": "buckets are kept until they are loaded, and no longer"
     }
 

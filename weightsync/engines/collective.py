@@ -353,7 +353,7 @@ class CollectiveCheckpointEngine(BucketedCheckpointEngine):
     topologies = ("star",)
     default_topology = "star"
     why_these_topologies = "a broadcast has one sender, policy rank 0"
-    lacks: ClassVar[Mapping[str, str]] = {
+    lacks: Mapping[str, str] = {
         "latecomers": "a broadcast needs all ranks at once, and the sender keeps nothing after it",
     }
     backend: ClassVar[type[CollectiveBackend]]

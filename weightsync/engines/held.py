@@ -35,7 +35,7 @@ class HoldingCheckpointEngine(BucketedCheckpointEngine):
     seconds and then turns it away, with an error that says so.
     """
 
-    lacks: ClassVar[Mapping[str, str]] = {}
+    lacks: Mapping[str, str] = {}
     keeps_buckets: ClassVar[bool] = True
 
     def __init__(self, bucket_size: int, **common: Any) -> None:

@@ -7,7 +7,7 @@ load from the sender's own pages and then release them. No byte is copied on the
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import torch
@@ -23,6 +23,7 @@ from weightsync.topology import RankId
 
 __all__ = ["IPCCheckpointEngine", "IpcTransport"]
 
+ONE_HOST = "shared memory ends at the host: use nixl for workers on several hosts"
 _AnyAddress = Address | CudaAddress
 
 
@@ -194,10 +195,7 @@ class IPCCheckpointEngine(BucketedCheckpointEngine):
     topologies = ("pairs", "star", "stripes")
     default_topology = "pairs"
     why_these_topologies = "receivers read the sender's own memory, and so have nothing to send on"
-    lacks: ClassVar[Mapping[str, str]] = {
-        "hosts": "shared memory ends at the host: write refit_transport: nixl for workers on several hosts",
-        "latecomers": "buckets are kept until they are loaded, and no longer",
-    }
+    lacks: Mapping[str, str] = {**BucketedCheckpointEngine.lacks, "hosts": ONE_HOST}
 
     def __init__(self, bucket_size: int, *, device: str = "cuda", **common: Any) -> None:
         super().__init__(bucket_size, **common)

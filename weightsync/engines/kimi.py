@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from weightsync.engines.held import HoldingCheckpointEngine
-from weightsync.engines.ipc import IpcTransport
+from weightsync.engines.ipc import ONE_HOST, IpcTransport
 from weightsync.engines.nixl import NixlTransport
 from weightsync.engines.nixl_agent import backend_params
 from weightsync.engines.transport import BucketTransport
@@ -53,6 +53,8 @@ class KimiCheckpointEngine(HoldingCheckpointEngine):
         if transport not in TRANSPORTS:
             raise ConfigurationError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
         self._moves_by = transport
+        if transport == "ipc":
+            self.lacks = {**self.lacks, "hosts": ONE_HOST}
 
     def make_transport(self) -> BucketTransport:
         """Make one over host memory."""

@@ -7,10 +7,10 @@ any number of such processes, whose policy ranks keep in step over the control c
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -48,7 +48,7 @@ class NaiveCheckpointEngine(CheckpointEngine):
     """
 
     transport_name = "naive"
-    lacks: ClassVar[dict[str, str]] = {
+    lacks: Mapping[str, str] = {
         "processes": "it hands tensors over within one process, which policy rank i and rollout rank i share",
         "hosts": "it hands tensors over within one process, and so on one host",
         "latecomers": "the weights pass from policy to engine as they are made, and nobody keeps them",
