@@ -41,6 +41,11 @@ COMMANDS = {
         "bench",
         "Measure every transport against one plain copy through shared memory.",
     ),
+    "elastic-demo": Command(
+        "weightsync.cli.elastic",
+        "elastic_demo",
+        "Add, remove, kill and replace rollout workers of a running job on Ray.",
+    ),
     "plan": Command(
         "weightsync.cli.plan",
         "plan",

@@ -43,6 +43,7 @@ class NixlTransport(BucketTransport):
         self._agent: NixlAgent | None = borrow_agent(backend_name, params)
         self._ticker = ProgressTicker(self._agent, device)
         self._peers = NixlPeers(self._agent, backend_name)
+        self._was_open = False
         self._bucket_size = 0
         self._buffers: list[torch.Tensor] = []
         self._registrations: list[Any] = []
@@ -85,6 +86,7 @@ class NixlTransport(BucketTransport):
     def open(self, *, sending: bool, timeout_s: float, check: Check) -> None:
         """Connect again where the last refit broke a connection; answer readers, if it sends."""
         self._require_agent()
+        self._was_open = True
         self._peers.reconnect()
         if sending:
             self._ticker.start()
@@ -145,13 +147,14 @@ class NixlTransport(BucketTransport):
         self._buffers = []
 
     def close(self) -> None:
-        """Release, drop the connections, and give the agent back to the process."""
+        """Release and drop the connections; an agent that had none is given back to the process."""
         try:
             self.release()
         finally:
             self._peers.drop_all()
         agent, self._agent = self._agent, None
-        if agent is not None:
+        # UCX closes the sockets of an agent's connections, those that its readers made, too, with the agent only.
+        if agent is not None and not self._was_open:
             return_agent(agent, self._backend_name, self._params)
 
     def _require_agent(self) -> NixlAgent:
