@@ -13,7 +13,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from weightsync.errors import ConfigurationError, ManifestError
-from weightsync.layout.descriptors import Compiler
+from weightsync.layout.descriptors import Compiler, count_descriptors
 from weightsync.layout.holdings import Replicated, Sharded, dtensor_pieces, placements_from_torch
 from weightsync.layout.pieces import Piece, TensorInfo, layout_from_pieces
 from weightsync.layout.plan import make_plan
@@ -144,6 +144,11 @@ def test_every_element_comes_once_from_a_rank_that_holds_it(problem):
         for name, data in held.items():
             assert np.array_equal(targets[rank][name], data), (rank, name)
             assert (written[rank][name] == 1).all(), (rank, name)
+    rows, runs = count_descriptors(plan)
+    for rank in range(rollout_ranks):
+        made = Compiler(plan).compile(rank)
+        assert len(made) <= rows[rank]
+        assert made.total_runs <= runs[rank]
     copies = list(plan.copies())
     assert len(copies) == plan.regions
     assert sum(copy.nbytes for copy in copies) == sum(

@@ -13,7 +13,7 @@ from weightsync.errors import ConfigurationError
 from weightsync.layout.families import ARCHITECTURES, ModelTensors, architecture, list_tensors
 from weightsync.layout.generic import tensors_by_name
 from weightsync.layout.pieces import TensorInfo
-from weightsync.tensors import list_names
+from weightsync.tensors import dtype_from_name, list_names
 
 _INDEX = "model.safetensors.index.json"
 _MAX_HEADER = 256 << 20
@@ -149,33 +149,36 @@ def _entry(path: Path, name: str, entry: Any) -> TensorInfo:
 
 
 def _transformers_tensors(config: Mapping[str, Any]) -> list[TensorInfo]:
-    """Return what a policy with this model would send, from transformers' own model on the meta device."""
+    """Return the tensors of a checkpoint of this model, from transformers' own model on the meta device."""
     name = architecture(config)
     try:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.core_model_loading import revert_weight_conversion
     except ImportError as error:
         raise ConfigurationError(
             f"no rules for {name} (known: {', '.join(ARCHITECTURES)}); for others its tensors are listed by "
             "transformers: pip install 'weightsync[demo]', or give an index with its safetensors files"
         ) from error
-    from weightsync.policy.module import module_weights
-    from weightsync.tensors import dtype_from_name
-
     values = {key: value for key, value in config.items() if key not in ("model_type", "quantization_config")}
     try:
         made = AutoConfig.for_model(config["model_type"], **values)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(made)
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
+    except (KeyError, ValueError, TypeError, AttributeError, ImportError) as error:
         raise ConfigurationError(
             f"no rules for {name} (known: {', '.join(ARCHITECTURES)}), and transformers does not make it: "
             f"{error}"
         ) from error
-    try:
-        manifest = module_weights(model, split_experts=True, include_buffers=False).manifest
-    except ConfigurationError:
-        manifest = module_weights(model, include_buffers=False).manifest
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-    itemsize = dtype_from_name(dtype).itemsize
-    return [TensorInfo(spec.name, spec.shape, itemsize) for spec in manifest.tensors]
+    owned = {key for key, _ in (*model.named_parameters(), *model.named_buffers())}  # tied ones once
+    state = {key: tensor for key, tensor in model.state_dict().items() if key in owned}
+    itemsize = _itemsize(config)
+    return [
+        TensorInfo(key, tuple(tensor.shape), itemsize if tensor.is_floating_point() else tensor.itemsize)
+        for key, tensor in revert_weight_conversion(model, state).items()
+    ]
+
+
+def _itemsize(config: Mapping[str, Any]) -> int:
+    name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    return dtype_from_name(name).itemsize

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from weightsync.errors import ConfigurationError, MissingDependencyError
-from weightsync.layout.descriptors import Compiler
+from weightsync.layout.descriptors import count_descriptors
 from weightsync.layout.estimate import (
     Received,
     Seconds,
@@ -27,8 +27,6 @@ from weightsync.layout.pieces import Layout
 from weightsync.layout.plan import ReshardPlan, make_plan
 
 _GIB = 1 << 30
-_MAX_COMPILED = 3_000_000
-"""Copies up to which descriptors are made, to be counted: some seconds."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class PlanReport:
         least: bytes that each rollout rank stores; `None` where that is not known.
         traffic: sums over links.
         seconds: predicted.
-        descriptors: rows of descriptors that each rollout rank reads by; `None` where not counted.
+        descriptors: rows of descriptors that each rollout rank reads by, before neighbours are joined.
         runs: contiguous runs that these rows stand for, likewise.
         notes: what to tell.
     """
@@ -55,8 +53,8 @@ class PlanReport:
     least: list[int] | None
     traffic: Traffic
     seconds: Seconds
-    descriptors: list[int | None]
-    runs: list[int | None]
+    descriptors: list[int]
+    runs: list[int]
     notes: tuple[str, ...] = field(default=())
 
     @classmethod
@@ -76,7 +74,7 @@ class PlanReport:
             ManifestError: no policy rank holds what a rollout rank stores.
         """
         plan = make_plan(policy, rollout)
-        descriptors, runs = _count_descriptors(plan)
+        descriptors, runs = count_descriptors(plan)
         return cls(
             model=model,
             settings=settings,
@@ -85,8 +83,8 @@ class PlanReport:
             least=None if least is None else least.held_bytes().tolist(),
             traffic=traffic(plan),
             seconds=predict_seconds(plan, settings["link_gbps"]),
-            descriptors=descriptors,
-            runs=runs,
+            descriptors=descriptors.tolist(),
+            runs=runs.tolist(),
             notes=(*model.notes, *notes),
         )
 
@@ -115,14 +113,6 @@ class PlanReport:
             "seconds": asdict(self.seconds),
             "notes": list(self.notes),
         }
-
-
-def _count_descriptors(plan: ReshardPlan) -> tuple[list[int | None], list[int | None]]:
-    compiler, ranks = Compiler(plan), plan.rollout.ranks
-    counted = min(ranks, _MAX_COMPILED * ranks // max(plan.regions, 1))
-    made = [compiler.compile(rank) for rank in range(counted)]
-    rest: list[int | None] = [None] * (ranks - counted)
-    return [*(len(each) for each in made), *rest], [*(each.total_runs for each in made), *rest]
 
 
 def print_report(report: PlanReport, console: Console | None = None) -> None:
@@ -167,11 +157,8 @@ def _alike(rows: list[Any]) -> Iterator[tuple[int, int]]:
         yield same[0], same[-1]
 
 
-def _most(counts: list[int | None]) -> str:
-    """Return the largest of some counts, where any is known."""
-    most = max((count for count in counts if count is not None), default=None)
-    if most is None:
-        return ""
+def _most(counts: list[int]) -> str:
+    most = max(counts)
     return f"{most / 1e6:.1f} M" if most >= 1e6 else str(most)
 
 

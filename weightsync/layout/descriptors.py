@@ -126,6 +126,34 @@ class Compiler:
         return _joined(Descriptors(*np.concatenate(rows, axis=1)))
 
 
+def count_descriptors(plan: ReshardPlan) -> tuple[Ints, Ints]:
+    """Count, without addresses, the rows and the contiguous runs that each rollout rank reads by.
+
+    Neighbours are not joined yet: whether tensors are neighbours depends on the addresses.
+
+    Returns:
+        Rows and runs by rollout rank, shape ``(ranks,)`` each.
+    """
+    rows, runs = np.zeros((2, plan.rollout.ranks), np.int64)
+    for group in plan.groups:
+        targets, sizes = group.targets.tolist(), (group.hi - group.lo).tolist()
+        into = group.target.strides[group.pieces].tolist()
+        for strides, holders in _by_strides(group):
+            counts = np.isin(group.chosen(), holders).sum(axis=0).tolist()
+            for target, size, write, count in zip(targets, sizes, into, counts, strict=True):
+                outer, _, each, _ = _geometry(size, strides, write)
+                rows[target] += len(outer) * count
+                runs[target] += len(outer) * count * each
+    return rows, runs
+
+
+def _by_strides(group: CopyGroup) -> Iterable[tuple[list[int], Ints]]:
+    """Yield the strides with which holders have a group's box, and those holders."""
+    unique, inverse = np.unique(group.source.strides[group.holders], axis=0, return_inverse=True)
+    for index, strides in enumerate(unique.tolist()):
+        yield strides, group.holders[inverse.reshape(-1) == index]
+
+
 class _Bases:
     """Addresses of tensors' storages, by rank."""
 

@@ -11,6 +11,7 @@ from weightsync.layout.pieces import TensorInfo
 
 GENERIC = "generic"
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+_EMBEDDING = re.compile(r"embed|wte|wpe")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.(\w+)")
 _EXPERT_ROLES = {
     "gate_proj": Role.EXPERT_GATE,
@@ -33,28 +34,27 @@ def tensors_by_name(infos: Iterable[TensorInfo], *, tied: bool, notes: tuple[str
     Raises:
         ConfigurationError: no tensors.
     """
-    tensors, seen = [], -1
+    infos = list(infos)
+    found = {info.name: _LAYER.search(info.name) for info in infos}
+    layers = 1 + max((int(match[1]) for match in found.values() if match), default=-1)
+    tensors = []
     for info in infos:
-        layer, expert = _LAYER.search(info.name), _EXPERT.search(info.name)
-        if layer:
-            seen = max(seen, int(layer[1]))
-        role = _EXPERT_ROLES.get(expert[2], Role.WHOLE) if expert and len(info.shape) == 2 else Role.WHOLE
-        index = int(expert[1]) if expert and role is not Role.WHOLE else None
-        tensors.append(
-            ModelTensor(info, role, int(layer[1]) if layer else _AFTER if seen >= 0 else -1, index)
-        )
+        match = found[info.name]
+        layer = int(match[1]) if match else -1 if _EMBEDDING.search(info.name) else layers
+        role, index = _role(info)
+        tensors.append(ModelTensor(info, role, layer, index))
     if not tensors:
         raise ConfigurationError("the model has no tensors")
-    layers = seen + 1
-    placed = [
-        each if each.layer != _AFTER else ModelTensor(each.info, each.role, layers, each.expert)
-        for each in tensors
-    ]
     experts = 1 + max((each.expert for each in tensors if each.expert is not None), default=-1)
     return ModelTensors(
-        family=GENERIC, tensors=tuple(placed), layers=layers, heads=1, kv_heads=1, vocab=0, experts=experts,
+        family=GENERIC, tensors=tuple(tensors), layers=layers, heads=1, kv_heads=1, vocab=0, experts=experts,
         tied=tied, intermediate=0, expert_intermediate=0, shared_intermediate=0, notes=notes,
     )  # fmt: skip
 
 
-_AFTER = 1 << 30
+def _role(info: TensorInfo) -> tuple[Role, int | None]:
+    match = _EXPERT.search(info.name)
+    role = _EXPERT_ROLES.get(match[2]) if match and len(info.shape) == 2 else None
+    if match is None or role is None:
+        return Role.WHOLE, None
+    return role, int(match[1])
