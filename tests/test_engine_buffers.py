@@ -227,8 +227,8 @@ def test_an_overwritten_cuda_buffer_is_overwritten_when_the_call_returns(calls, 
 
 @pytest.mark.nixl
 def test_a_slot_is_given_back_after_its_readers_and_the_overwriting(monkeypatch, calls):
-    monkeypatch.setattr("weightsync.engines.receiver.await_readers", lambda _: calls.append("readers"))
-    monkeypatch.setattr("weightsync.engines.receiver.overwrite", lambda _, value: calls.append(value))
+    monkeypatch.setattr("weightsync.engines.inlet.await_readers", lambda _: calls.append("readers"))
+    monkeypatch.setattr("weightsync.engines.inlet.overwrite", lambda _, value: calls.append(value))
     with Crew(poison_released=True) as crew:
         crew.refit(some_weights(count=3))
     assert calls == ["readers", 255]
@@ -251,7 +251,7 @@ def test_the_engine_s_threads_bind_themselves(monkeypatch):
     def bind(device):
         bound.add((threading.current_thread().name, device.type))
 
-    for room in ("receiver", "nixl_agent"):
+    for room in ("inlet", "nixl_agent"):
         monkeypatch.setattr(f"weightsync.engines.{room}.bind_thread", bind)
     with Crew() as crew:
         crew.refit(some_weights(count=3))

@@ -164,10 +164,17 @@ async def _awaited(call: Callable[..., Any], *arguments: Any) -> Any:
     return await asyncio.wrap_future(_in_thread(partial(call, *arguments)))
 
 
+def _current_device() -> torch.device | None:
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if kind is None or kind.type not in {"cuda", "npu"}:
+        return None
+    return torch.device(kind.type, torch.accelerator.current_device_index())
+
+
 def _in_thread(call: Callable[[], Any]) -> Future[Any]:
     """Run a call in a daemon thread on the device of this one."""
     future: Future[Any] = Future()
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+    device = _current_device()
 
     def run() -> None:
         try:
