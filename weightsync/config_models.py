@@ -53,8 +53,8 @@ class RefitLifecycle(Section):
     silence_s: _Seconds = Field(
         15.0, description="seconds above 0 without a sign of life before a peer is lost"
     )
-    verify: Annotated[Literal["full", "off"], BeforeValidator(_on_off)] = Field(
-        "full", description="'full' (digests of every bucket) or 'off'"
+    verify: Annotated[Literal["full", "sample", "off"], BeforeValidator(_on_off)] = Field(
+        "full", description="'full' (digests of every chunk), 'sample' (of one in 16) or 'off'"
     )
     in_flight: Literal["abort", "wait", "keep"] = Field(
         "abort", description="'abort', 'wait' or 'keep': what happens to running requests"

@@ -41,7 +41,9 @@ def bench(
     rollout_ranks: Annotated[int, typer.Option(min=1, help="Number of rollout processes.")] = 1,
     repeats: Annotated[int, typer.Option(min=1, help="Timed refits of each.")] = 5,
     bucket_mib: Annotated[int, typer.Option(min=1, help="MiB of each transfer buffer.")] = 64,
-    verify: Annotated[str, typer.Option(help="full or off: digests of every chunk on both sides.")] = "full",
+    verify: Annotated[
+        str, typer.Option(help="full, sample or off: which chunks are digested on both sides.")
+    ] = "full",
     threads: Annotated[
         int | None,
         typer.Option(min=1, help="Of torch, in each process. Default: its share of the cores."),
@@ -59,8 +61,8 @@ def bench(
     """
     if png is not None:
         require_matplotlib()
-    if verify not in ("full", "off"):
-        raise ConfigurationError(f"--verify must be full or off, got {verify!r}")
+    if verify not in ("full", "sample", "off"):
+        raise ConfigurationError(f"--verify must be full, sample or off, got {verify!r}")
     settings = BenchSettings(
         layers=layers,
         policy_ranks=policy_ranks,

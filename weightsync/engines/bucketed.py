@@ -22,6 +22,7 @@ from weightsync.engines.memory import TransferMemory
 from weightsync.engines.metadata import WorkerMetadata, read_metadata
 from weightsync.engines.receiver import BucketReceiver
 from weightsync.engines.refit import Refit
+from weightsync.engines.sampling import ChunkChecks
 from weightsync.engines.sender import BucketSender, drain_weights
 from weightsync.engines.session import Session
 from weightsync.engines.stream import Weights, closing_stream
@@ -29,7 +30,6 @@ from weightsync.engines.telling import tell_unmet
 from weightsync.engines.transport import BucketTransport, Peer, Place
 from weightsync.engines.waiting import Budget, Waiter
 from weightsync.errors import ConfigurationError, LifecycleError, WeightSyncError
-from weightsync.tensors import digest_kind
 from weightsync.topology import AUTO, DEFAULT_FAN_OUT, RankId, Topology, choose_topology, make_topology
 
 MIB = 1 << 20
@@ -48,7 +48,7 @@ class BucketedCheckpointEngine(CheckpointEngine):
         stall_s: seconds without progress after which a peer is given up.
         total_s: seconds that a refit may take in all.
         silence_s: seconds without any sign of life after which a peer counts as lost.
-        verify: ``"full"`` digests every chunk on both sides, ``"off"`` none.
+        verify: ``"full"`` digests every chunk on both sides, ``"sample"`` one in 16, ``"off"`` none.
         poison_released: overwrite receive buffers when they are given back, to show late readers.
         release_after_refit: free the buffers in `finalize`; the next `prepare` makes new ones.
         bind_host: address that the control socket binds; default: the host's outgoing interface.
@@ -89,8 +89,6 @@ class BucketedCheckpointEngine(CheckpointEngine):
                 f"bucket_size must be at least 1 MiB ({MIB} bytes), got {bucket_size}: "
                 f"raise update_weights_bucket_memory_ratio"
             )
-        if verify not in {"full", "off"}:
-            raise ConfigurationError(f"verify must be 'full' or 'off', got {verify!r}")
         self.bucket_size = bucket_size
         self.topology = self.default_topology if topology is None else topology
         self.fan_out = fan_out
@@ -98,7 +96,7 @@ class BucketedCheckpointEngine(CheckpointEngine):
         self._deadlines = Deadlines(
             connect_s=connect_s, stall_s=stall_s, total_s=total_s, silence_s=silence_s
         )
-        self._verify = verify == "full"
+        self._verify = ChunkChecks(verify).mode
         self._poison_released = poison_released
         self._release_after_refit = release_after_refit
         self._bind_host = bind_host
@@ -111,6 +109,7 @@ class BucketedCheckpointEngine(CheckpointEngine):
         self._calls = CallLock()
         self._closed = False
         self._stats: dict[str, float] = {}
+        self._arrived: Mapping[str, int] = {}
 
     @abstractmethod
     def make_transport(self) -> BucketTransport:
@@ -151,7 +150,7 @@ class BucketedCheckpointEngine(CheckpointEngine):
             own = WorkerMetadata(
                 engine=self.transport_name,
                 bucket_size=self.bucket_size,
-                digest=digest_kind(self._memory.buffers[0].device) if self._verify else "off",
+                digest=ChunkChecks(self._verify).kind(self._memory.buffers[0].device),
                 topology=self.topology,
                 fan_out=self.fan_out,
                 control=hub.card(),
@@ -279,9 +278,14 @@ class BucketedCheckpointEngine(CheckpointEngine):
                     raise
                 async with aclosing(receiver.batches()) as batches:
                     async for batch in batches:
+                        self._arrived = receiver.digests
                         yield batch
                         del batch  # a merged tensor owns its memory: let it go before the next one is made
             self._stats = refit.figures(receiver.received, receiver.batches_yielded, receiver.bytes_received)
+
+    def arrived_digest(self, name: str) -> int | None:
+        """Return what a tensor of the current batch has digested to, where it came in one checked piece."""
+        return self._arrived.get(name)
 
     def abort_refit(self, error: BaseException) -> None:
         """Tell the peers why this side failed; they raise it with its traceback.
@@ -373,7 +377,7 @@ class BucketedCheckpointEngine(CheckpointEngine):
             waiter=self._waiter,
             watch=session.watch,
             deadlines=self._deadlines,
-            verify=self._verify,
+            checks=ChunkChecks(self._verify),
             poison_released=self._poison_released,
             budget=Budget(self._deadlines.total_s),
             unmet=session.links,

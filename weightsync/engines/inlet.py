@@ -5,14 +5,14 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from weightsync.buckets import unpack_bucket
-from weightsync.control import Bucket, Done, Link, Manifest, Release
+from weightsync.control import Bucket, ChunkEntry, Done, Link, Manifest, Release
 from weightsync.engines.buffers import POISON, await_readers, bind_thread, overwrite
 from weightsync.engines.outlet import Outlet
 from weightsync.engines.refit import Refit, saying_what_was_heard
@@ -187,6 +187,7 @@ class Inlet:
                 unused = slot
                 self._refit.watch.wake(lambda: self._slots.drop(unused))
         if isinstance(message, Manifest):
+            self._refit.checks.last = len(message.tensors) - 1
             self._outlet.tell(message)
             self._events.put(Promised(source, message))
         elif isinstance(message, Done):
@@ -241,9 +242,8 @@ class Inlet:
             self._refit.watch.wake(lambda: self._loading.add(slot))
             self._sources[source].send(Release(bucket.seq))
         self.bytes_received += bucket.nbytes
-        if self._refit.verify:
-            with self._refit.stopwatch.phase("verify"):
-                require_digests(bucket, data)
+        with self._refit.stopwatch.phase("verify"):
+            require_digests(bucket, data, self._refit.is_checked)
         if slot is not None:
             self._outlet.publish(bucket.seq, slot, bucket.nbytes, bucket.chunks)
         return Arrived(source, bucket, data, slot)
@@ -288,15 +288,15 @@ def _at(bucket: Bucket) -> Iterator[None]:
         raise
 
 
-def require_digests(bucket: Bucket, data: torch.Tensor) -> None:
-    """Check the digest of each chunk of a bucket.
+def require_digests(bucket: Bucket, data: torch.Tensor, is_checked: Callable[[ChunkEntry], bool]) -> None:
+    """Check the digests of those chunks of a bucket that have one.
 
     Raises:
         DigestError: bytes came changed.
     """
     chunks = unpack_bucket(data, metas_of(bucket))
     for entry, (meta, chunk) in zip(bucket.chunks, chunks, strict=True):
-        if digest_bytes(chunk) != entry.digest:
+        if is_checked(entry) and digest_bytes(chunk) != entry.digest:
             raise DigestError(
                 f"bytes {meta.chunk_offset} to {meta.chunk_offset + meta.chunk_size} arrived changed",
                 tensor=meta.name, bucket=bucket.seq,

@@ -48,6 +48,8 @@ class BucketReceiver:
         self.received: WeightManifest | None = None
         """What has come, once the stream has ended well."""
         self.batches_yielded = 0
+        self.digests: dict[str, int] = {}
+        """Of the tensors of the current batch that came in one piece, as they were checked."""
         self._bucket: int | None = None
 
     async def batches(self) -> AsyncGenerator[list[tuple[str, torch.Tensor]], None]:
@@ -69,6 +71,7 @@ class BucketReceiver:
                 tensors = merger.feed(self._chunks(event))
                 if tensors:
                     self.batches_yielded += 1
+                    self.digests = self._digests(event) if self._refit.checks.mode == "full" else {}
                     yield tensors
                 del tensors
                 self._inlet.give_back(event)
@@ -137,3 +140,7 @@ class BucketReceiver:
 
     def _chunks(self, arrived: Arrived) -> list[Chunk]:
         return unpack_bucket(arrived.data, metas_of(arrived.bucket))
+
+    def _digests(self, arrived: Arrived) -> dict[str, int]:
+        chunks = arrived.bucket.chunks
+        return {each.spec.name: each.digest for each in chunks if each.chunk_size == each.spec.nbytes}

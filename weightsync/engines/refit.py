@@ -10,7 +10,8 @@ from functools import partial
 
 import torch
 
-from weightsync.control import Deadlines, Link, Watch
+from weightsync.control import ChunkEntry, Deadlines, Link, Watch
+from weightsync.engines.sampling import ChunkChecks
 from weightsync.engines.shelf import Shelf
 from weightsync.engines.stats import Stopwatch
 from weightsync.engines.telling import tell_all, tell_unmet
@@ -23,7 +24,7 @@ from weightsync.errors import (
     ProtocolError,
     WeightSyncError,
 )
-from weightsync.tensors import WeightManifest, digest_kind
+from weightsync.tensors import WeightManifest
 from weightsync.topology import RankId, Topology
 
 _SETTLE_S = 10.0
@@ -43,7 +44,7 @@ class Refit:
     waiter: Waiter
     watch: Watch
     deadlines: Deadlines
-    verify: bool
+    checks: ChunkChecks
     poison_released: bool
     budget: Budget
     unmet: list[Link]
@@ -79,7 +80,12 @@ class Refit:
     @property
     def digest_kind(self) -> str:
         """Kind of the digests that chunks carry."""
-        return digest_kind(self.buffers[0].device) if self.verify else "off"
+        return self.checks.kind(self.buffers[0].device)
+
+    def is_checked(self, entry: ChunkEntry) -> bool:
+        """Whether the digest of a chunk counts."""
+        epoch = self.agreed[-1][0] if self.agreed else self.epoch or 0
+        return self.checks.wants(epoch, entry.ordinal, entry.spec, entry.chunk_offset, entry.chunk_size)
 
     async def meet(self, link: Link) -> None:
         """Open this refit together with a peer."""

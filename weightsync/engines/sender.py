@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TypeVar
 
+import msgspec
 import torch
 
 from weightsync.buckets import Placement, largest_chunk, place_chunks, split_weight_chunks
@@ -99,6 +100,7 @@ class BucketSender:
         await self._lockstep.step()
         promise = PromisedOrder.of(weights, self._stopwatch)
         if promise.manifest is not None:
+            self._refit.checks.last = len(promise.manifest) - 1
             self._outlet.tell(Manifest(promise.manifest.tensors, self._refit.digest_kind))
         await self._send_buckets(weights, promise)
         sent = promise.sent()
@@ -144,12 +146,14 @@ class BucketSender:
 
     def _fill(self, bucket: _OpenBucket, placement: Placement, ordinal: int) -> None:
         meta, start = placement.meta, placement.meta.offset or 0
+        spec = TensorSpec(meta.name, tuple(meta.shape), str(meta.dtype).removeprefix("torch."))
+        entry = ChunkEntry(spec, meta.chunk_offset, meta.chunk_size, start, 0, ordinal)
         with self._stopwatch.phase("pack"):
             target = self._buffers[bucket.slot][start : placement.end]
             target.copy_(placement.data)
-            digest = digest_bytes(target) if self._refit.verify else 0
-        spec = TensorSpec(meta.name, tuple(meta.shape), str(meta.dtype).removeprefix("torch."))
-        entry = ChunkEntry(spec, meta.chunk_offset, meta.chunk_size, start, digest, ordinal)
+        if self._refit.is_checked(entry):
+            with self._stopwatch.phase("digest"):
+                entry = msgspec.structs.replace(entry, digest=digest_bytes(target))
         bucket.entries.append(entry)
         bucket.nbytes = max(bucket.nbytes, placement.end)
 
