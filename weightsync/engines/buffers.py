@@ -43,7 +43,7 @@ def allocate_bucket(nbytes: int, device: torch.device) -> torch.Tensor:
     """
     if device.type == "cpu":
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-    if importlib.util.find_spec("cupy") is not None:
+    if device.type == "cuda" and importlib.util.find_spec("cupy") is not None:
         try:
             buffer = _allocate_with_cupy(nbytes, device)
         except Exception as error:  # CuPy's own exceptions cannot be named where it does not import
@@ -76,6 +76,8 @@ def give_back(device: torch.device) -> None:
     if device.type == "cuda":
         _empty_cupy_pools(device)
         torch.cuda.empty_cache()
+    elif device.type != "cpu":
+        _runtime(device).empty_cache()
     elif torch.cuda.is_available():
         _empty_host_cache()
 
@@ -97,21 +99,21 @@ def _empty_host_cache() -> None:
 
 
 def bind_thread(device: torch.device) -> None:
-    """Make a device the current one of this thread: each thread begins at CUDA device 0."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    """Make a device the current one of this thread: each thread begins at device 0."""
+    if device.type != "cpu":
+        _runtime(device).set_device(device)
 
 
 def synchronize(device: torch.device) -> None:
     """Wait until the work queued on a device is done; nothing to wait for on the CPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        _runtime(device).synchronize(device)
 
 
 def await_readers(buffer: torch.Tensor) -> None:
     """Wait until the work that was queued on a buffer is done, also copies from page-locked memory."""
-    if buffer.device.type == "cuda":
-        torch.cuda.synchronize(buffer.device)
+    if buffer.device.type != "cpu":
+        synchronize(buffer.device)
     elif torch.accelerator.is_available() and buffer.is_pinned():
         torch.accelerator.synchronize()
 
@@ -120,3 +122,19 @@ def overwrite(buffer: torch.Tensor, value: int) -> None:
     """Fill a uint8 buffer with a value; returns once it is there, not when the work is queued."""
     buffer.fill_(value)
     synchronize(buffer.device)
+
+
+def _runtime(device: torch.device) -> Any:
+    """Return torch's module for a kind of device: ``torch.cuda``, or ``torch.npu``, which torch_npu adds.
+
+    The calls made of it have the same names in both. Those of ``torch.npu`` have not been run.
+
+    Raises:
+        ConfigurationError: torch has none of that kind.
+    """
+    module = getattr(torch, device.type, None)
+    if module is None:
+        raise ConfigurationError(
+            f"torch {torch.__version__} knows no {device.type} device: is its plug-in here?"
+        )
+    return module

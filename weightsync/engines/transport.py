@@ -111,6 +111,11 @@ class BucketTransport(ABC):
     def settle(self, slot: int, *, timeout_s: float, check: Check) -> None:  # noqa: B027 - optional
         """Wait until a published buffer may be filled again; every target has released it already."""
 
+    @property
+    def settles(self) -> bool:
+        """Whether `settle` may have to wait."""
+        return type(self).settle is not BucketTransport.settle
+
     @abstractmethod
     def shut(self) -> None:
         """End a refit; the next `open` mends what this one broke. Never raises for a dead peer."""

@@ -13,6 +13,12 @@ from weightsync.errors import DeadlineError
 
 T = TypeVar("T")
 
+BRIEFLY_S = 0.002
+"""So long a caller may wait in an event loop's own thread: about as long as it packs or loads a bucket there.
+
+Most waits of a refit are shorter, and handing one to another thread and back takes longer than the wait.
+"""
+
 
 class Budget:
     """The seconds that one refit may take in all."""
