@@ -58,6 +58,7 @@ class Steward:
         self._held = held
         # Changed with the links locked:
         self._aside = self._closed = self._busy = False
+        self._turned_away: LifecycleError | None = None
         self._thread = threading.Thread(target=self._run, name="weightsync-steward", daemon=True)
         self._thread.start()
 
@@ -108,7 +109,8 @@ class Steward:
     def _turn_away(self, why: str, grace_s: float) -> None:
         if self._is_free_within(grace_s):
             return
-        self._guests.abort(LifecycleError(f"a latecomer was not served to the end: {why}"))
+        self._turned_away = LifecycleError(f"a latecomer was not served to the end: {why}")
+        self._guests.abort(self._turned_away)
         self._guests.end()
         if not self._is_free_within(_END_S):
             raise DeadlineError(f"serving a latecomer could not be ended within {_END_S:g} s", phase="serve")
@@ -146,7 +148,7 @@ class Steward:
         self._busy = False
 
     def _serve(self) -> None:
-        held, started = self._held, time.monotonic()
+        held, started, self._turned_away = self._held, time.monotonic(), None
         epoch, version = (held.epoch, held.version) if isinstance(held, Held) else (None, None)
         try:
             self._guests.begin(epoch=epoch, version=version, connect_s=_GREET_S)
@@ -159,7 +161,7 @@ class Steward:
             self._give(held)
             _log.info("served version %s to a latecomer in %.1f s", version, time.monotonic() - started)
         except Exception as error:  # noqa: BLE001 - told to the guest; the next one may come
-            _log.warning("a latecomer was not served: %s", error)
+            _log.warning("a latecomer was not served: %s", self._turned_away or error)
             self._guests.abort(error)
         finally:
             self._guests.end()
