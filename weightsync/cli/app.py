@@ -46,6 +46,16 @@ COMMANDS = {
         "elastic_demo",
         "Add, remove, kill and replace rollout workers of a running job on Ray.",
     ),
+    "faults": Command(
+        "weightsync.cli.faults",
+        "faults",
+        "Break refits in every way; each must end in time, say why, and be followed by a good one.",
+    ),
+    "soak": Command(
+        "weightsync.cli.soak",
+        "soak",
+        "Refit a small model thousands of times; nothing that a process holds may grow.",
+    ),
     "plan": Command(
         "weightsync.cli.plan",
         "plan",
