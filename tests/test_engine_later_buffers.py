@@ -51,7 +51,7 @@ def peers(agent) -> NixlPeers:
 
 
 def told(key: bytes, region: MemoryRegion = REGION) -> LaterBuffer:
-    return LaterBuffer.decode(LaterBuffer.of(region, key).encode())
+    return LaterBuffer.of(region, key)
 
 
 def test_a_buffer_is_learnt_once(agent, peers):
@@ -77,12 +77,9 @@ def test_a_dropped_connection_forgets_its_buffers(agent, peers):
     assert agent.calls == ["add a:1", "remove a", "add a", "add a:1"]
 
 
-@pytest.mark.parametrize(
-    "payload", [b"", b"\x93\x01\x02\x03", b"\x92\x94\x01\x02\x03\xa4DRAM\xa3abc", b"\xc1"]
-)
-def test_a_damaged_payload_is_an_error(payload):
-    with pytest.raises(ProtocolError, match="did not tell where it is"):
-        LaterBuffer.decode(payload)
+def test_a_buffer_of_another_agent_is_an_error(peers):
+    with pytest.raises(ProtocolError, match="another NIXL agent than its own"):
+        peers.learn_buffer(POLICY, told(b"b:1"))
 
 
 def test_a_kind_of_memory_that_there_is_not(peers):
