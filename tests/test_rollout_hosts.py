@@ -25,6 +25,7 @@ from weightsync.rollout.vllm.turns import Turns
 
 ROOT = Path(__file__).parent.parent
 UPDATE = "update_weights_from_checkpoint_engine"
+STAGE = "stage_weights_from_checkpoint_engine"
 CLEAN = {"version": 1, "dirty": False, "fenced": None}
 FENCED = {"version": None, "dirty": True, "fenced": "the refit failed"}
 
@@ -47,6 +48,7 @@ class FakeEngineState:
         self.kv_present = True
         self.weights_present = True
         self.fails = {}
+        self.polls = []
 
     def note(self, call):
         self.calls.append(call)
@@ -71,6 +73,8 @@ class FakeEngineState:
 
     def answer(self, method):
         self.note(method)
+        if method == "poll_staging":
+            return [Outcome(0, value=self.polls.pop(0)).to_dict()]
         return [Outcome(0, value=self.status if method == "refit_status" else None).to_dict()]
 
 
@@ -357,6 +361,54 @@ def test_an_engine_that_cannot_sleep_stays_awake_and_says_so(llm, why, monkeypat
     assert engine_host.generate([1]) == ["text"]
 
 
+# Updates that come into host memory while requests run.
+
+
+def test_a_sync_engine_serves_while_an_update_is_staged(llm):
+    engine_host = VllmEngineHost(llm=llm)
+    llm.polls = [None, None, {"bytes": 3}]
+    llm.during["poll_staging"] = engine_host.require_serving
+    assert engine_host.checkpoint_engine_rpc(STAGE) == [{"rank": 0, "value": {"bytes": 3}}]
+    assert llm.calls == ["start_staging", *["poll_staging"] * 3]
+    llm.status = {"version": None, "dirty": True, "fenced": None}
+    engine_host.checkpoint_engine_rpc("load_staged_weights")
+    with pytest.raises(WorkerFencedError):
+        engine_host.generate([1])
+
+
+def test_an_async_engine_serves_while_an_update_is_staged(engine):
+    async def run():
+        engine_host = AsyncVllmEngineHost(engine=engine)
+        engine.polls = [None] * 5 + [{"bytes": 3}]
+        staging = asyncio.create_task(engine_host.checkpoint_engine_rpc_async(STAGE))
+        await asyncio.sleep(0)
+        assert await ask(engine_host, "a") == ["text"]
+        assert await staging == [{"rank": 0, "value": {"bytes": 3}}]
+        engine.gates["load_staged_weights"] = asyncio.Event()
+        load = asyncio.create_task(engine_host.checkpoint_engine_rpc_async("load_staged_weights"))
+        await asyncio.sleep(0)
+        with pytest.raises(WorkerFencedError):
+            await ask(engine_host, "b")
+        engine.gates["load_staged_weights"].set()
+        await load
+        assert await ask(engine_host, "c") == ["text"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("polls", [[], [None]])
+def test_staging_that_does_not_start_or_end_is_an_error(llm, polls):
+    engine_host = VllmEngineHost(llm=llm, rpc_timeout_s=0.3)
+    if polls:
+        llm.polls = polls * 1000
+        message = "staging did not end"
+    else:
+        llm.fails["start_staging"] = RuntimeError("gone")
+        message = "gone"
+    (outcome,) = engine_host.checkpoint_engine_rpc(STAGE)
+    assert message in error(outcome).message
+
+
 # Updates and pauses that the driver gave up.
 
 
@@ -573,6 +625,7 @@ def check_signatures():
             "__init__",
             "alone",
             "gate",
+            "is_sleeping",  # of vLLM's inner engine
         }
         for name in sorted(names):
             mine, theirs = getattr(fake, name), getattr(real, name)

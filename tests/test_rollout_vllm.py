@@ -72,9 +72,20 @@ def test_three_refits_equal_fresh_engines(equal, kind, tensors):
     assert seen["refits"][0]["batches"] > 10
     assert seen["refits"][0]["detached_bytes"] > 0
     assert seen["refits"][2]["batches"] == 1
-    version = 4 if kind == "qwen3moe" else 3
+    version = 3 if kind == "qwen3tied" else 4
     assert seen["published"] == str(version)
     assert {"version": version, "dirty": False, "fenced": None}.items() <= seen["status"].items()
+
+
+def test_a_staged_update_is_served_only_once_it_is_loaded(equal):
+    seen = equal[0]["qwen3"]["staged"]
+    assert seen["meanwhile"]
+    assert seen["untouched"]
+    assert seen["equal"]
+    assert seen["changed"]
+    assert seen["stream"].startswith("xxh3-64:")
+    assert seen["staged"]["staged_bytes"] == seen["figures"]["bytes"] == seen["staged"]["bytes"]
+    assert {"stage", "load", "total"} <= seen["figures"]["seconds"].keys()
 
 
 def test_experts_may_come_fused(equal):

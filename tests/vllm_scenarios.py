@@ -144,10 +144,37 @@ def _three_refits(root, kind):
         wrong = [other for other in (1, 2, 3) if other != seed and got == expected[other]]
         seen.append({"equal": got == expected[seed], "equals_another": wrong, **figures})
     fused = _fused_experts(host, paths[2], expected[2]) if kind == "qwen3moe" else None
+    staged = _staged(host, paths[2], expected) if kind == "qwen3" else None
     published = host.llm.get_weight_version()
     status = values(host.checkpoint_engine_rpc("refit_status"))[0]
     close(host)
-    return {"refits": seen, "published": published, "status": status, "fused": fused}
+    return {"refits": seen, "published": published, "status": status, "fused": fused, "staged": staged}
+
+
+def _staged(host, source, expected):
+    """An update waits in host memory while the old version answers, and is then loaded."""
+    rpc = host.checkpoint_engine_rpc
+    served = values(rpc("weight_digest"))[0]
+    connect(host, source, bucket=200_000)
+    values(rpc("open_refit", {"epoch": 9, "version": 4}))
+    staged = values(rpc("stage_weights_from_checkpoint_engine"))[0]
+    meanwhile = answer(host) == expected[1]
+    same = values(rpc("weight_digest"))[0]["served"] == served["served"]
+    values(host.refit_control("pause", {"in_flight": "wait"}))
+    figures = values(rpc("load_staged_weights"))[0]
+    values(rpc("commit_refit", {"version": 4}))
+    for action, kwargs in (("reset_caches", {}), ("publish_version", {"version": 4}), ("resume", {})):
+        values(host.refit_control(action, kwargs))
+    after = values(rpc("weight_digest"))[0]
+    return {
+        "meanwhile": meanwhile,
+        "untouched": same,
+        "equal": answer(host) == expected[2],
+        "changed": after["served"]["total"] != served["served"]["total"],
+        "stream": after["stream"]["total"],
+        "staged": staged,
+        "figures": figures,
+    }
 
 
 def _fused_experts(host, source, expected):
