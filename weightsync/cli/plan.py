@@ -151,8 +151,13 @@ def _rollout_layouts(
         return (least if sharding == "all" else vllm_layout(model.tensors, grid, sharding)), least, ()
     from weightsync.cli.plan_trace import traced_layout
 
-    layout, whole = traced_layout(model.config, model.tensors, grid, sharding)
+    traced = traced_layout(model.config, model.tensors, grid, sharding)
     notes = ["the rollout layout is traced from vLLM's own loader"]
-    if whole:
-        notes.append(f"{len(whole)} tensors are not loaded by copies, and come whole: {list_names(whole)}")
-    return layout, layout if sharding == "all" else None, tuple(notes)
+    for names, what in (
+        (traced.whole, "tensors are not loaded by copies, and come whole"),
+        (traced.unread, "tensors are read by no rollout rank"),
+        (traced.unfilled, "parameters are not filled"),
+    ):
+        if names:
+            notes.append(f"{len(names)} {what}: {list_names(names)}")
+    return traced.layout, traced.layout if sharding == "all" else None, tuple(notes)

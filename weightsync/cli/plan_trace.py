@@ -23,7 +23,7 @@ from weightsync.errors import ConfigurationError, ManifestError, MissingDependen
 from weightsync.layout.destinations import Sharding
 from weightsync.layout.families import EXPERT_ROLES, ModelTensor, ModelTensors
 from weightsync.layout.parallel import RolloutGrid
-from weightsync.layout.pieces import Layout, LayoutBuilder, Piece, TensorInfo
+from weightsync.layout.pieces import ABSENT, Layout, LayoutBuilder, Piece, TensorInfo
 from weightsync.layout.regions import Box
 from weightsync.layout.strided import View, piece_from_copy
 
@@ -45,11 +45,30 @@ class Stored:
     pieces: dict[str, list[tuple[str, Piece]]] = field(default_factory=dict)
     whole: dict[str, str] = field(default_factory=dict)
     """Tensors whose load is no copy, with the reason: they are needed whole."""
+    unfilled: dict[str, str] = field(default_factory=dict)
+    """Parameters that the tensors do not fill, with what they do fill."""
+
+
+@dataclass
+class Traced:
+    """What all ranks of an engine store."""
+
+    layout: Layout
+    whole: dict[str, str]
+    """As of each rank."""
+    unfilled: dict[str, str]
+    """As of each rank."""
+
+    @property
+    def unread(self) -> list[str]:
+        """Tensors that no rank reads."""
+        pairs = zip(self.layout.tensors, self.layout.pattern_of.tolist(), strict=True)
+        return [info.name for info, index in pairs if index == ABSENT or not len(self.layout.patterns[index])]
 
 
 def traced_layout(
     config: Mapping[str, Any], model: ModelTensors, grid: RolloutGrid, sharding: Sharding
-) -> tuple[Layout, dict[str, str]]:
+) -> Traced:
     """Return what each rollout rank receives, by vLLM's own loader; see `vllm_layout` for ``sharding``.
 
     Args:
@@ -57,9 +76,6 @@ def traced_layout(
         model: the tensors that are sent.
         grid: how the ranks are arranged.
         sharding: which tensors a rank receives in part.
-
-    Returns:
-        The layout, and the tensors that no copy loads, with the reason; they are received whole.
 
     Raises:
         ConfigurationError: vLLM does not take this model, these sizes or these tensors.
@@ -72,11 +88,14 @@ def traced_layout(
             _Place(d, s, t) for d in range(grid.dp) for s in range(grid.pp) for t in range(grid.tp)
         ):
             stored[place] = trace_rank(engine, infos, grid, place)
-    reasons = {name: why for each in stored.values() for name, why in each.whole.items()}
     builder = LayoutBuilder("rollout", grid.ranks)
     for tensor in model.tensors:
         _add(builder, tensor, stored, grid, sharding)
-    return builder.build(), reasons
+    return Traced(
+        builder.build(),
+        whole={name: why for each in stored.values() for name, why in each.whole.items()},
+        unfilled={name: why for each in stored.values() for name, why in each.unfilled.items()},
+    )
 
 
 def _add(
@@ -131,8 +150,23 @@ def trace_rank(engine: Any, infos: Sequence[TensorInfo], grid: RolloutGrid, plac
                 side="rollout",
                 phase="trace",
             ) from error
-    sizes = {name: parameter.numel() for name, parameter in parameters}
-    return _stored(infos, tracer.writes, sizes)
+    stored = _stored(infos, tracer.writes, {name: parameter.numel() for name, parameter in parameters})
+    stored.unfilled = _unfilled(tracer.writes, dict(model.named_parameters()))
+    return stored
+
+
+def _unfilled(writes: Sequence[Any], parameters: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    from weightsync.rollout.vllm.regions import Cover
+
+    covers = {name: Cover() for name in parameters}
+    for write in writes:
+        if write.target in covers:
+            covers[write.target].add(write.into)
+    return {
+        name: f"{cover.size()} of {parameters[name].numel()} elements"
+        for name, cover in covers.items()
+        if cover.size() < parameters[name].numel()
+    }
 
 
 def _stored(infos: Sequence[TensorInfo], writes: Sequence[Any], sizes: Mapping[str, int]) -> Stored:
@@ -195,6 +229,8 @@ def _rank_config(engine: Any, grid: RolloutGrid) -> Any:
     config.compilation_config = copy.copy(engine.compilation_config)
     config.compilation_config.static_forward_context = {}
     config.compilation_config.static_all_moe_layers = []
+    config.device_config = copy.copy(engine.device_config)
+    config.device_config.device = torch.device("meta")  # the transformers backend makes its weights there
     parallel = config.parallel_config = copy.copy(engine.parallel_config)
     parallel.tensor_parallel_size, parallel.pipeline_parallel_size = grid.tp, grid.pp
     parallel.data_parallel_size, parallel.enable_expert_parallel = grid.dp, grid.expert_parallel
@@ -224,6 +260,7 @@ def _standing_at(grid: RolloutGrid, place: _Place) -> Iterator[None]:
     """Make vLLM believe that this process is one rank of an engine."""
     from vllm.distributed import parallel_state
     from vllm.model_executor.layers.fused_moe import expert_map_manager
+    from vllm.model_executor.models import utils
 
     one, within = _Group(0, 1), place.data * grid.tp + place.tensor
     groups = {
@@ -244,5 +281,7 @@ def _standing_at(grid: RolloutGrid, place: _Place) -> Iterator[None]:
         for name, group in groups.items():
             if hasattr(parallel_state, name):
                 patches.enter_context(patch.object(parallel_state, name, group))
+        # Kept by the identity of the model, which a freed one hands on to the next rank's.
+        patches.enter_context(patch.object(utils, "_model_to_pp_missing_layer_names", {}))
         patches.enter_context(patch.object(expert_map_manager, "determine_expert_map", on_host))
         yield
