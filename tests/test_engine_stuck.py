@@ -14,7 +14,7 @@ from tests.engine_crew import Crew, assert_same, collect, make_engine, plain, ru
 from weightsync.engines import inlet, nixl_agent
 from weightsync.engines.nixl import NixlTransport
 from weightsync.engines.nixl_agent import NixlAgent, ProgressTicker
-from weightsync.errors import DeadlineError, TransportError
+from weightsync.errors import DeadlineError, PeerAbortedError, TransportError
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(60)]
 
@@ -50,6 +50,22 @@ def test_a_read_that_never_returns_ends_the_refit_with_both_reasons(stuck):
     for error in (received, first):
         assert error.context.peer == "policy rank 0"
         assert error.context.phase == "receive"
+
+
+def test_the_reason_of_a_failed_sender_is_heard_although_a_read_never_returns(hang):
+    def broken():
+        yield from some_weights(count=5)
+        time.sleep(0.3)
+        raise ValueError("the stream broke")
+
+    with Crew(stall_s=60) as crew:
+        started = time.monotonic()
+        sent, received = crew.attempt([broken()])
+        assert time.monotonic() - started < 4
+    assert isinstance(sent, ValueError)
+    assert "a transfer did not end within 0.3 s" in str(received)
+    assert isinstance(received.__context__, PeerAbortedError)
+    assert "the stream broke" in str(received.__context__)
 
 
 @pytest.mark.parametrize("returns", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -31,6 +32,9 @@ from weightsync.topology import RankId
 _EXPECTED: tuple[type[Manifest | Bucket | Done], ...] = (Manifest, Bucket, Done)
 _JOIN_S = 10.0
 _MARGIN_S = 10.0
+_LOOK_S = 0.25
+_GRACE_S = 1.0
+"""So long the thread has to say itself that a source has failed."""
 
 
 @dataclass(frozen=True)
@@ -107,20 +111,33 @@ class Inlet:
             return None
 
     def await_event(self) -> Event | BaseException:
-        """Wait for what comes next.
+        """Wait for what comes next, or for the failure of a source that the thread does not hear of.
 
-        Raises:
-            DeadlineError: the thread hangs in a call that knows no deadline.
+        A `DeadlineError` comes where the thread hangs in a call that knows no deadline.
         """
         # The thread keeps the deadlines, one for the message and one for the bytes; this is for the rest.
         timeout_s = 2 * self._refit.deadlines.stall_s + _MARGIN_S
+        end, give_up, failure = time.monotonic() + timeout_s, math.inf, None
+        while (now := time.monotonic()) < min(end, give_up):
+            try:
+                return self._events.get(timeout=min(end - now, _LOOK_S))
+            except queue.Empty:
+                if failure is None and (failure := self._failure()) is not None:
+                    give_up = time.monotonic() + _GRACE_S
+        if failure is not None and now >= give_up:
+            return failure
+        return DeadlineError(
+            f"nothing was brought in within {timeout_s:g} s, and no reason was given",
+            peer=self._peer, phase="receive",
+        )  # fmt: skip
+
+    def _failure(self) -> WeightSyncError | None:
         try:
-            return self._events.get(timeout=timeout_s)
-        except queue.Empty:
-            raise DeadlineError(
-                f"nothing was brought in within {timeout_s:g} s, and no reason was given",
-                peer=self._peer, phase="receive",
-            ) from None  # fmt: skip
+            for link in self._sources.values():
+                link.check()
+        except WeightSyncError as error:
+            return error
+        return None
 
     def give_back(self, arrived: Arrived) -> None:
         """Take back a bucket that the consumer has loaded."""
