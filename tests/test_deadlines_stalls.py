@@ -14,8 +14,8 @@ from tests.engine_crew import MIB, Crew, assert_same, collect, plain, some_weigh
 from weightsync.control import Complete, Release
 from weightsync.engines import inlet, sender
 from weightsync.engines.collective import GlooCheckpointEngine
-from weightsync.engines.collective_group import await_ended
 from weightsync.engines.nixl import NIXLCheckpointEngine
+from weightsync.engines.waiting import await_ended
 from weightsync.errors import DeadlineError, PeerAbortedError, PeerLostError, WeightSyncError
 
 pytestmark = [pytest.mark.slow, pytest.mark.nixl, pytest.mark.timeout(120)]

@@ -525,16 +525,14 @@ def test_what_is_missing_is_named(monkeypatch, text, fix):
 def test_a_peer_with_another_protocol_is_refused(played):
     with (
         allocated() as (transport, _),
-        pytest.raises(
-            ConfigurationError, match="policy rank 0 uses Mooncake with protocol rdma, this worker"
-        ),
+        pytest.raises(ConfigurationError, match="policy rank 0 has protocol 'rdma', this worker 'tcp'"),
     ):
         transport.connect(place((POLICY, {"protocol": "rdma"})))
 
 
 @pytest.mark.parametrize("payload", [b"", bytes(8), msgspec.msgpack.encode([1, "host:1"])])
 def test_a_bucket_that_is_nowhere_is_a_protocol_error(played, payload):
-    with allocated() as (transport, _), pytest.raises(ProtocolError, match="did not say where its buffer is"):
+    with allocated() as (transport, _), pytest.raises(ProtocolError, match="did not tell where it is"):
         fetch(transport, payload)
 
 

@@ -17,6 +17,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import msgspec
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
@@ -29,13 +30,13 @@ from weightsync.engines.collective_backends import (
     HCCLBackend,
     NCCLBackend,
 )
-from weightsync.engines.collective_group import ROOT, Broadcast, Group, await_ended, run_apart
+from weightsync.engines.collective_group import ROOT, Broadcast, Group, run_apart
 from weightsync.engines.collective_meeting import Meeting, host_store, join_store, reserve_port
-from weightsync.engines.transport import SLOTS, BucketTransport, Check, Place
+from weightsync.engines.descriptions import describe, read_description, require_alike
+from weightsync.engines.transport import SLOTS, BucketTransport, Check, Peer, Place
+from weightsync.engines.waiting import await_ended, await_reason
 from weightsync.errors import (
-    ConfigurationError,
     LifecycleError,
-    ProtocolError,
     TransportError,
     WeightSyncError,
 )
@@ -51,6 +52,15 @@ _SHUT_S = 0.2
 """Why a refit failed is told only after it is shut, so this is short."""
 _MARGIN_S = 1.0
 _PAUSE_S = 0.01
+
+
+class _Described(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What `CollectiveTransport.describe` tells: the library, and where this worker's store would be."""
+
+    backend: str
+    host: str
+    port: int
+    session: str
 
 
 @dataclass(frozen=True)
@@ -115,12 +125,8 @@ class CollectiveTransport(BucketTransport):
         bind, advertise = self._hosts
         self._listener = reserve_port(bind)
         self._session = uuid.uuid4().hex
-        return {
-            "backend": self._backend.name,
-            "host": advertise,
-            "port": self._listener.getsockname()[1],
-            "session": self._session,
-        }
+        port = self._listener.getsockname()[1]
+        return describe(_Described(self._backend.name, advertise, port, self._session))
 
     def connect(self, place: Place) -> None:
         """Take a seat in the group, and serve its store at policy rank 0.
@@ -134,7 +140,7 @@ class CollectiveTransport(BucketTransport):
         listener, self._listener = self._listener, None
         with listener or nullcontext():
             for peer in (*place.sources, *place.targets):
-                self._require_alike(peer.who, peer.transport)
+                require_alike(peer, "refit_transport", peer.transport.get("backend"), self._backend.name)
             # Other ranks than last time make another group, and agree on it in a place of their own.
             self._drop_group()
             self._seat = self._store = None
@@ -149,7 +155,7 @@ class CollectiveTransport(BucketTransport):
                 self._store = self._prefixed(store)
             elif place.sources:
                 seat = place.taking_part.index(place.who.rank) + 1
-                self._seat = _seat_beside(place.sources[0].transport, seat, size, among)
+                self._seat = _seat_beside(place.sources[0], seat, size, among)
 
     def open(self, *, sending: bool, timeout_s: float, check: Check) -> None:
         """Agree with all other ranks on a group, and form it if none that all of them hold is whole.
@@ -192,8 +198,6 @@ class CollectiveTransport(BucketTransport):
         self, source: RankId, bucket: Bucket, slot: int, *, timeout_s: float, check: Check
     ) -> torch.Tensor:
         """Take part in the bucket's broadcast, into a local buffer."""
-        if bucket.nbytes > self._buffers[slot].numel():
-            raise ProtocolError(f"bucket {bucket.seq} is larger than the buffers here")
         # The library's own limit comes later than ours: it breaks the group's connections.
         self._post(slot, bucket.nbytes, timeout_s + _MARGIN_S)
         self._await(slot, timeout_s=timeout_s, check=check)
@@ -287,10 +291,7 @@ class CollectiveTransport(BucketTransport):
 
         The library only knows that some rank is gone; the control channel knows which, and why.
         """
-        end = time.monotonic() + _HEARSAY_S
-        while time.monotonic() < end:
-            check()
-            time.sleep(_PAUSE_S)
+        await_reason(check, _HEARSAY_S)
         return TransportError(f"{self._backend.name}: {what}: {reason}")
 
     def _exchange_held_buffers(self) -> None:
@@ -321,23 +322,14 @@ class CollectiveTransport(BucketTransport):
             raise LifecycleError("this worker serves no store: call prepare() again")
         return self._served
 
-    def _require_alike(self, who: RankId, said: dict[str, Any]) -> None:
-        if said.get("backend") != self._backend.name:
-            raise ConfigurationError(
-                f"{who} broadcasts with {said.get('backend')}, this worker with {self._backend.name}: "
-                f"all workers need the same refit_transport"
-            )
-
     def _prefixed(self, store: Store) -> Store:
         session = self._seat.session if self._seat is not None else self._session
         return PrefixStore(session, store)
 
 
-def _seat_beside(said: dict[str, Any], rank: int, size: int, among: str) -> _Seat:
-    try:
-        return _Seat(rank, size, f"{said['session']}/{among}", str(said["host"]), int(said["port"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigurationError(f"the sender's description of its store is damaged: {error!r}") from error
+def _seat_beside(sender: Peer, rank: int, size: int, among: str) -> _Seat:
+    store = read_description(sender, _Described)
+    return _Seat(rank, size, f"{store.session}/{among}", store.host, store.port)
 
 
 class CollectiveCheckpointEngine(BucketedCheckpointEngine):

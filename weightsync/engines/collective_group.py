@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, Store
 
 from weightsync.engines.collective_backends import CollectiveBackend
 from weightsync.engines.transport import Check
-from weightsync.errors import DeadlineError
+from weightsync.engines.waiting import await_ended
 
 T = TypeVar("T")
 ROOT = 0
@@ -228,19 +228,3 @@ def run_apart(
         errand.abandon()
         raise
     return errand.result()
-
-
-def await_ended(ended: Callable[[], bool], *, timeout_s: float, check: Check, what: str) -> None:
-    """Wait by looking again and again, at short intervals first.
-
-    Raises:
-        DeadlineError: it did not end within ``timeout_s`` seconds.
-    """
-    end = time.monotonic() + timeout_s
-    pause, longest = _PAUSE_S
-    while not ended():
-        check()
-        if time.monotonic() >= end:
-            raise DeadlineError(f"{what} did not end within {timeout_s:g} s")
-        time.sleep(pause)
-        pause = min(1.5 * pause, longest)

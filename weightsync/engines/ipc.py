@@ -16,9 +16,17 @@ from weightsync.control import Bucket
 from weightsync.engines.bucketed import BucketedCheckpointEngine
 from weightsync.engines.buffers import require_device
 from weightsync.engines.cuda_ipc import CudaAddress, CudaBlock, MappedCudaBlock
+from weightsync.engines.descriptions import (
+    describe,
+    read_description,
+    read_payload,
+    require_alike,
+    require_fits,
+    write_payload,
+)
 from weightsync.engines.shared_memory import Address, Home, MappedBlock, SharedBlock
 from weightsync.engines.transport import SLOTS, BucketTransport, Check, Peer, Place
-from weightsync.errors import ConfigurationError, LifecycleError, ProtocolError
+from weightsync.errors import LifecycleError
 from weightsync.topology import RankId
 
 __all__ = ["IPCCheckpointEngine", "IpcTransport"]
@@ -75,10 +83,7 @@ class IpcTransport(BucketTransport):
     def describe(self) -> dict[str, Any]:
         """Return where this worker is, and where the first two buffers are."""
         slots: list[_AnyAddress] = [block.address for block in self._blocks[:SLOTS]]
-        described = msgspec.to_builtins(
-            _Described(self._home, self._device.type, slots), builtin_types=(bytes,)
-        )
-        return dict(described)
+        return describe(_Described(self._home, self._device.type, slots))
 
     def connect(self, place: Place) -> None:
         """Map the buffers of the sources.
@@ -105,7 +110,7 @@ class IpcTransport(BucketTransport):
 
     def publish(self, slot: int, nbytes: int) -> bytes:
         """Return the address of a buffer that `describe` has not told of."""
-        return b"" if slot < SLOTS else msgspec.msgpack.encode(self._blocks[slot].address)
+        return b"" if slot < SLOTS else write_payload(self._blocks[slot].address)
 
     def fetch(
         self, source: RankId, bucket: Bucket, slot: int, *, timeout_s: float, check: Check
@@ -114,9 +119,9 @@ class IpcTransport(BucketTransport):
         described = self._sources.get(source)
         if described is None:
             raise LifecycleError(f"IPC is not connected to {source}")
-        address = _address_of(bucket, described)
-        if bucket.nbytes > address.nbytes:
-            raise ProtocolError(f"bucket {bucket.seq} is larger than the sender's buffer")
+        known = bucket.slot < len(described.slots)
+        address = described.slots[bucket.slot] if known else read_payload(bucket, _AnyAddress)
+        require_fits(bucket, address.nbytes)
         return self._map(address, described.home, source).read()[: bucket.nbytes]
 
     def shut(self) -> None:
@@ -143,15 +148,8 @@ class IpcTransport(BucketTransport):
         return SharedBlock(self._bucket_size)
 
     def _read(self, peer: Peer) -> _Described:
-        try:
-            described = msgspec.convert(peer.transport, _Described)
-        except msgspec.ValidationError as error:
-            raise ConfigurationError(f"the shared memory of {peer.who} is misdescribed: {error}") from error
-        if described.device != self._device.type:
-            raise ConfigurationError(
-                f"{peer.who} has its transfer buffers on {described.device}, this worker on "
-                f"{self._device.type}: set device alike on all workers"
-            )
+        described = read_description(peer, _Described)
+        require_alike(peer, "device", described.device, self._device.type)
         self._home.require_common(described.home, str(peer.who))
         return described
 
@@ -168,17 +166,6 @@ class IpcTransport(BucketTransport):
     def _unmap_all_but(self, tokens: Iterable[str]) -> None:
         for token in self._mapped.keys() - set(tokens):
             self._mapped.pop(token).free()
-
-
-def _address_of(bucket: Bucket, described: _Described) -> _AnyAddress:
-    if bucket.slot < len(described.slots):
-        return described.slots[bucket.slot]
-    try:
-        return msgspec.msgpack.decode(bucket.payload, type=_AnyAddress)
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
-        raise ProtocolError(
-            f"the sender named buffer {bucket.slot} and did not tell where it is: {error}"
-        ) from error
 
 
 class IPCCheckpointEngine(BucketedCheckpointEngine):

@@ -9,7 +9,6 @@ and write the transfer buffers, and no other memory.
 from __future__ import annotations
 
 import contextlib
-import time
 from typing import Any
 
 import msgspec
@@ -19,9 +18,11 @@ from weightsync.control import Bucket
 from weightsync.control.addresses import choose_hosts
 from weightsync.engines.bucketed import BucketedCheckpointEngine
 from weightsync.engines.buffers import allocate_bucket, require_device
+from weightsync.engines.descriptions import read_payload, require_alike, write_payload
 from weightsync.engines.mooncake_session import PROTOCOLS, MooncakeSession, borrow_session, return_session
 from weightsync.engines.transport import SLOTS, BucketTransport, Check, Place
-from weightsync.errors import ConfigurationError, DeadlineError, LifecycleError, ProtocolError, TransportError
+from weightsync.engines.waiting import await_reason
+from weightsync.errors import ConfigurationError, DeadlineError, LifecycleError, TransportError
 from weightsync.topology import RankId
 
 _DRAIN_S = 1.0
@@ -82,12 +83,7 @@ class MooncakeTransport(BucketTransport):
             ConfigurationError: a source uses another protocol.
         """
         for peer in place.sources:
-            protocol = peer.transport.get("protocol")
-            if protocol != self._protocol:
-                raise ConfigurationError(
-                    f"{peer.who} uses Mooncake with protocol {protocol}, this worker with {self._protocol}: "
-                    f"set protocol alike on both sides"
-                )
+            require_alike(peer, "protocol", peer.transport.get("protocol"), self._protocol)
 
     def open(self, *, sending: bool, timeout_s: float, check: Check) -> None:
         """Take a new session, if a read through this one failed or was given up."""
@@ -101,8 +97,7 @@ class MooncakeTransport(BucketTransport):
 
     def publish(self, slot: int, nbytes: int) -> bytes:
         """Return where the buffer is: the receivers read it there."""
-        location = _Location(self._require_session().name, self._buffers[slot].data_ptr())
-        return msgspec.msgpack.encode(location)
+        return write_payload(_Location(self._require_session().name, self._buffers[slot].data_ptr()))
 
     def fetch(
         self, source: RankId, bucket: Bucket, slot: int, *, timeout_s: float, check: Check
@@ -110,17 +105,14 @@ class MooncakeTransport(BucketTransport):
         """Read a bucket from the sender's buffer into a local one."""
         session, target = self._require_session(), self._buffers[slot][: bucket.nbytes]
         where = {"peer": str(source), "bucket": bucket.seq}
-        try:
-            there = msgspec.msgpack.decode(bucket.payload, type=_Location)
-        except msgspec.MsgspecError as error:
-            raise ProtocolError(f"the sender did not say where its buffer is: {error}", **where) from error
+        there = read_payload(bucket, _Location)
         try:
             failure = session.read(there.session, there.address, target, timeout_s=timeout_s, check=check)
         except DeadlineError as error:
             error.with_context(**where)
             raise
         if failure is not None:
-            _let_speak(check)
+            await_reason(check, _REASON_S)
             raise TransportError(failure, **where)
         return target
 
@@ -169,14 +161,6 @@ class _Location(msgspec.Struct, frozen=True, array_like=True):
 
     session: str
     address: int
-
-
-def _let_speak(check: Check) -> None:
-    """Give the control channel a moment to say why a read failed: Mooncake knows no more than that it did."""
-    end = time.monotonic() + _REASON_S
-    while time.monotonic() < end:
-        check()
-        time.sleep(_REASON_S / 50)
 
 
 class MooncakeCheckpointEngine(BucketedCheckpointEngine):

@@ -25,6 +25,7 @@ import torch
 from weightsync.control.addresses import bracketed, is_ipv6
 from weightsync.engines.buffers import bind_thread
 from weightsync.engines.pool import Pool
+from weightsync.engines.waiting import await_ended
 from weightsync.errors import ConfigurationError, DeadlineError, MissingDependencyError, TransportError
 
 PROTOCOLS = ("tcp", "rdma")
@@ -136,15 +137,15 @@ class MooncakeSession:
         targets = [target] if session in self._met else [self._byte, target]
         read = _Read(self._engine, session, address, targets)
         read.start()
-        deadline = time.monotonic() + timeout_s
+        size = target.numel() * target.element_size()
         try:
-            while not read.ended.wait(_CHECK_S):
-                if time.monotonic() > deadline:
-                    size = target.numel() * target.element_size()
-                    raise DeadlineError(
-                        f"a read of {size} bytes from {session} did not end within {timeout_s:g} s"
-                    )
-                check()
+            await_ended(
+                lambda: read.ended.wait(_CHECK_S),
+                timeout_s=timeout_s,
+                check=check,
+                what=f"a read of {size} bytes from {session}",
+                pauses_s=(0.0, 0.0),
+            )
         except BaseException:
             self._given_up = read
             raise

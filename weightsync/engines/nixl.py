@@ -15,11 +15,12 @@ import torch
 from weightsync.control import Bucket
 from weightsync.engines.bucketed import BucketedCheckpointEngine
 from weightsync.engines.buffers import allocate_bucket, require_device
+from weightsync.engines.descriptions import read_payload, require_fits, write_payload
 from weightsync.engines.nixl_agent import MemoryRegion, NixlAgent, ProgressTicker, backend_params
 from weightsync.engines.nixl_peers import LaterBuffer, NixlPeers
 from weightsync.engines.nixl_pool import borrow_agent, preinit_nixl_agent, return_agent
 from weightsync.engines.transport import SLOTS, BucketTransport, Check, Place
-from weightsync.errors import ConfigurationError, LifecycleError, ProtocolError
+from weightsync.errors import ConfigurationError, LifecycleError
 from weightsync.topology import RankId
 
 __all__ = ["NIXLCheckpointEngine", "preinit_nixl_agent"]
@@ -96,7 +97,7 @@ class NixlTransport(BucketTransport):
         if slot < SLOTS:
             return b""
         key = self._require_agent().metadata_of(self._registrations[slot])
-        return LaterBuffer.of(MemoryRegion.of(self._buffers[slot]), key).encode()
+        return write_payload(LaterBuffer.of(MemoryRegion.of(self._buffers[slot]), key))
 
     def fetch(
         self, source: RankId, bucket: Bucket, slot: int, *, timeout_s: float, check: Check
@@ -106,9 +107,8 @@ class NixlTransport(BucketTransport):
         if bucket.slot < len(peer.slots):
             region = peer.slots[bucket.slot]
         else:
-            region = self._peers.learn_buffer(source, LaterBuffer.decode(bucket.payload))
-        if bucket.nbytes > region.nbytes:
-            raise ProtocolError(f"bucket {bucket.seq} is larger than the sender's buffer")
+            region = self._peers.learn_buffer(source, read_payload(bucket, LaterBuffer))
+        require_fits(bucket, region.nbytes)
         target = self._buffers[slot]
         try:
             self._require_agent().read(

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from weightsync.engines.buffers import bind_thread
+from weightsync.engines.waiting import await_ended
 from weightsync.errors import (
     ConfigurationError,
     DeadlineError,
@@ -185,7 +186,7 @@ class NixlAgent:
 
         Raises:
             PeerLostError: the peer is gone.
-            DeadlineError: the transfer did not finish in time.
+            DeadlineError: the transfer did not end in time.
             TransportError: NIXL refused or failed the transfer.
         """
         try:
@@ -207,16 +208,18 @@ class NixlAgent:
             return self._agent.initialize_xfer("READ", local, remote, peer)
 
     def _await_read(self, handle: Any, nbytes: int, timeout_s: float, check: Callable[[], None]) -> None:
-        deadline = time.monotonic() + timeout_s
         with self._lock:
             state = self._agent.transfer(handle)
-        while state == "PROC":
-            if time.monotonic() > deadline:
-                raise DeadlineError(f"a read of {nbytes} bytes did not finish in {timeout_s:g} s")
-            check()
-            time.sleep(_POLL_S)
-            with self._lock:
-                state = self._agent.check_xfer_state(handle)
+
+        def has_ended() -> bool:
+            nonlocal state
+            if state == "PROC":
+                with self._lock:
+                    state = self._agent.check_xfer_state(handle)
+            return bool(state != "PROC")
+
+        what = f"a read of {nbytes} bytes"
+        await_ended(has_ended, timeout_s=timeout_s, check=check, what=what, pauses_s=(_POLL_S, _POLL_S))
         if state != "DONE":
             raise TransportError(f"NIXL ended a read of {nbytes} bytes in state {state}")
 

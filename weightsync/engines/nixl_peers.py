@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from weightsync.engines.descriptions import require_alike
 from weightsync.engines.nixl_agent import MemoryRegion, NixlAgent
 from weightsync.engines.transport import Peer
 from weightsync.errors import ConfigurationError, LifecycleError, ProtocolError, TransportError
@@ -49,22 +50,6 @@ class LaterBuffer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     def of(cls, region: MemoryRegion, metadata: bytes) -> LaterBuffer:
         """Describe a buffer; ``metadata`` are `NixlAgent.metadata_of` it."""
         return cls((region.address, region.nbytes, region.device_index, region.kind), metadata)
-
-    @classmethod
-    def decode(cls, payload: bytes) -> LaterBuffer:
-        """Read `encode`'s bytes.
-
-        Raises:
-            ProtocolError: they are none.
-        """
-        try:
-            return msgspec.msgpack.decode(payload, type=cls)
-        except msgspec.DecodeError as error:
-            raise ProtocolError(f"the sender named a buffer and did not tell where it is: {error}") from error
-
-    def encode(self) -> bytes:
-        """Return the payload of a bucket's message."""
-        return msgspec.msgpack.encode(self)
 
 
 class NixlPeers:
@@ -175,12 +160,7 @@ class NixlPeers:
             self._drop(agent)
 
     def _read(self, peer: Peer) -> NixlPeer:
-        backend = peer.transport.get("backend")
-        if backend != self._backend_name:
-            raise ConfigurationError(
-                f"{peer.who} uses NIXL backend {backend}, this worker {self._backend_name}: "
-                f"set backend_name alike on both sides"
-            )
+        require_alike(peer, "backend_name", peer.transport.get("backend"), self._backend_name)
         try:
             return NixlPeer.read(peer.transport)
         except (TypeError, ValueError) as error:

@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 from weightsync.errors import DeadlineError
 
 T = TypeVar("T")
+_LISTEN_S = 0.01
 
 BRIEFLY_S = 0.002
 """So long a caller may wait in an event loop's own thread: about as long as it packs or loads a bucket there.
@@ -99,3 +100,44 @@ class Waiter:
     def close(self) -> None:
         """Let the thread end when its current wait does."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def await_ended(
+    has_ended: Callable[[], bool],
+    *,
+    timeout_s: float,
+    check: Callable[[], None],
+    what: str,
+    pauses_s: tuple[float, float] = (0.0002, 0.001),
+) -> None:
+    """Wait for what tells nobody of its end, by asking again and again.
+
+    Args:
+        has_ended: asked; may wait for a moment itself.
+        timeout_s: seconds that it may take.
+        check: called meanwhile; raises to give up early.
+        what: is waited for, for the error.
+        pauses_s: seconds between two questions, at first and at most.
+
+    Raises:
+        DeadlineError: it did not end in time.
+    """
+    end = time.monotonic() + timeout_s
+    pause, longest = pauses_s
+    while not has_ended():
+        check()
+        if time.monotonic() >= end:
+            raise DeadlineError(f"{what} did not end within {timeout_s:g} s")
+        time.sleep(pause)
+        pause = min(1.5 * pause, longest)
+
+
+def await_reason(check: Callable[[], None], seconds: float) -> None:
+    """Give ``check`` a while to raise why something failed; returns if it does not.
+
+    A library only sees that a peer is gone; the control channel hears which one, and why, a moment later.
+    """
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        check()
+        time.sleep(_LISTEN_S)
