@@ -13,9 +13,10 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from tests.engine_crew import Crew, some_weights
+from tests.engine_crew import MIB, Crew, some_weights
 from weightsync.engines import buffers
-from weightsync.errors import ConfigurationError
+from weightsync.engines.parts import KeptParts
+from weightsync.errors import ConfigurationError, TransportError
 
 CUDA = torch.device("cuda", 3)
 
@@ -256,3 +257,39 @@ def test_the_engine_s_threads_bind_themselves(monkeypatch):
     with Crew() as crew:
         crew.refit(some_weights(count=3))
     assert bound == {("weightsync-receive", "cpu"), ("weightsync-nixl-progress", "cpu")}
+
+
+# Memory for tensors that are larger than a bucket.
+
+
+def test_memory_for_parts_is_used_again_and_never_twice_at_once():
+    parts, cpu = KeptParts(poisons=False), torch.device("cpu")
+    first, second = parts.take(5 * MIB, cpu), parts.take(3 * MIB, cpu)
+    assert first.data_ptr() != second.data_ptr()
+    addresses = {first.data_ptr(), second.data_ptr()}
+    parts.give_back(first)
+    parts.give_back(second)
+    smaller, larger = parts.take(2 * MIB, cpu), parts.take(4 * MIB, cpu)
+    assert (smaller.numel(), larger.numel()) == (2 * MIB, 4 * MIB)
+    assert {smaller.data_ptr(), larger.data_ptr()} == addresses
+    parts.begin()
+    assert parts.take(5 * MIB, cpu).data_ptr() in addresses
+
+
+def test_memory_for_parts_that_is_too_small_is_not_kept_beside_a_larger_one():
+    parts, cpu = KeptParts(poisons=False), torch.device("cpu")
+    parts.give_back(parts.take(2 * MIB, cpu))
+    parts.take(3 * MIB, cpu)
+    assert parts._free == []
+
+
+def test_released_memory_for_parts_is_poisoned_where_that_is_asked_for():
+    parts = KeptParts(poisons=True)
+    data = parts.take(MIB, torch.device("cpu")).fill_(1)
+    parts.give_back(data)
+    assert data.unique().tolist() == [255]
+
+
+def test_an_impossible_tensor_is_a_typed_error():
+    with pytest.raises(TransportError, match="bytes"):
+        KeptParts(poisons=False).take(1 << 60, torch.device("cpu"))

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Generator, Iterable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -149,21 +150,48 @@ def unpack_bucket(bucket: torch.Tensor, metas: Iterable[TensorMeta]) -> list[Chu
     return chunks
 
 
+class PartsMemory(Protocol):
+    """Where tensors are put together that came in several chunks."""
+
+    def take(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Return memory, shape ``(nbytes,)``, uint8. Raises `RuntimeError` if there is not so much."""
+
+    def give_back(self, data: torch.Tensor) -> None:
+        """Take back what `take` returned: its tensor is not used any more."""
+
+
+class FreshMemory:
+    """New memory for each tensor, which owns it."""
+
+    def take(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Allocate."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def give_back(self, data: torch.Tensor) -> None:
+        """Do nothing: it is gone when nothing refers to it."""
+
+
 class ChunkMerger:
     """Restores whole tensors from the chunks of one stream.
 
-    A tensor that is in the making owns its memory, whole tensors are views of the bucket.
+    Tensors that came in one chunk are views of the bucket, others of ``memory``; both are valid until the
+    next `feed`.
 
     Args:
         sources: how many senders have a share of the chunks. With one, they are to come in stream order and
             at most one tensor is in the making; with more, in any order.
         limit_bytes: what the tensors in the making may take in all, whatever a sender says of their size;
             `None`: all that there is.
+        memory: for those tensors.
     """
 
-    def __init__(self, sources: int = 1, *, limit_bytes: int | None = None) -> None:
+    def __init__(
+        self, sources: int = 1, *, limit_bytes: int | None = None, memory: PartsMemory | None = None
+    ) -> None:
         self._ordered = sources == 1
         self._limit_bytes = limit_bytes
+        self._memory = memory or FreshMemory()
+        self._handed_out: list[torch.Tensor] = []
         self._partial: dict[str, _Partial] = {}
         self._begun: set[str] = set()
 
@@ -174,6 +202,8 @@ class ChunkMerger:
             IncompleteStreamError: a chunk is missing, repeated or out of order.
             ManifestError: a name comes twice, or a description is impossible.
         """
+        while self._handed_out:
+            self._memory.give_back(self._handed_out.pop())
         return [done for meta, data in chunks if (done := self._take(meta, data)) is not None]
 
     @property
@@ -192,11 +222,12 @@ class ChunkMerger:
             return meta.name, tensor_from_bytes(data, meta.shape, meta.dtype)
         if partial is None:
             self._require_room(meta)
-            partial = self._partial[meta.name] = _Partial(meta, data.device)
+            partial = self._partial[meta.name] = _Partial(meta, self._allocate(meta, data.device))
         partial.fill(meta, data)
         if partial.filled < meta.nbytes:
             return None
         del self._partial[meta.name]
+        self._handed_out.append(partial.data)
         return meta.name, tensor_from_bytes(partial.data, meta.shape, meta.dtype)
 
     def _require_room(self, meta: TensorMeta) -> None:
@@ -207,6 +238,15 @@ class ChunkMerger:
                 f"{self._limit_bytes} bytes of memory here",
                 tensor=meta.name,
             )
+
+    def _allocate(self, meta: TensorMeta, device: torch.device) -> torch.Tensor:
+        try:
+            return self._memory.take(meta.nbytes, device)
+        except RuntimeError as error:
+            raise ManifestError(
+                f"no memory for a tensor of {meta.nbytes} bytes, shape {list(meta.shape)}: {error}",
+                tensor=meta.name,
+            ) from error
 
     def _begin(self, meta: TensorMeta) -> None:
         if min(meta.shape, default=0) < 0:
@@ -242,15 +282,9 @@ class ChunkMerger:
 class _Partial:
     """A tensor in the making."""
 
-    def __init__(self, meta: TensorMeta, device: torch.device) -> None:
+    def __init__(self, meta: TensorMeta, data: torch.Tensor) -> None:
         self.meta = meta
-        try:
-            self.data = torch.empty(meta.nbytes, dtype=torch.uint8, device=device)
-        except RuntimeError as error:
-            raise ManifestError(
-                f"no memory for a tensor of {meta.nbytes} bytes, shape {list(meta.shape)}: {error}",
-                tensor=meta.name,
-            ) from error
+        self.data = data
         self.filled = 0
         self._ends: dict[int, int] = {}
         """Of each chunk that has come: its first byte, and the one after its last."""

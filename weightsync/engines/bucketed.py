@@ -55,9 +55,7 @@ class BucketedCheckpointEngine(CheckpointEngine):
         advertise_host: address that peers are told; default: ``bind_host``.
     """
 
-    lacks: Mapping[str, str] = {
-        "latecomers": "buckets are kept until they are loaded, and no longer"
-    }
+    lacks: Mapping[str, str] = {"latecomers": "buckets are kept until they are loaded, and no longer"}
 
     transport_name: ClassVar[str]
     topologies: ClassVar[tuple[str, ...]]
@@ -101,7 +99,7 @@ class BucketedCheckpointEngine(CheckpointEngine):
         self._release_after_refit = release_after_refit
         self._bind_host = bind_host
         self._advertise_host = advertise_host
-        self._memory = TransferMemory(self.make_transport, bucket_size)
+        self._memory = TransferMemory(self.make_transport, bucket_size, poisons=poison_released)
         self._session: Session | None = None
         self._waiter = Waiter()
         self._next: tuple[int | None, int | None] = (None, None)
@@ -267,7 +265,11 @@ class BucketedCheckpointEngine(CheckpointEngine):
         with self._calls.hold("receive_weight_batches"):
             session, refit = self._begin_refit("rollout")
             receiver = BucketReceiver(
-                refit, session.sources, session.targets, manifest_check=self.manifest_check
+                refit,
+                session.sources,
+                session.targets,
+                parts=self._memory.parts,
+                manifest_check=self.manifest_check,
             )
             links = session.links
             with session.saying_drops(), refit.on(links, drain=partial(self._memory.drain, receiver)):

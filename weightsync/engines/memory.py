@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from weightsync.engines.buffers import give_back
+from weightsync.engines.parts import KeptParts
 from weightsync.engines.receiver import BucketReceiver
 from weightsync.engines.transport import BucketTransport
 from weightsync.errors import DeadlineError, LifecycleError, TransportError
@@ -21,15 +22,20 @@ class TransferMemory:
     Args:
         make_transport: called once, at the first `allocate`.
         bucket_size: bytes of each buffer.
+        poisons: overwrite memory that is given back, to show late readers.
     """
 
-    def __init__(self, make_transport: Callable[[], BucketTransport], bucket_size: int) -> None:
+    def __init__(
+        self, make_transport: Callable[[], BucketTransport], bucket_size: int, *, poisons: bool = False
+    ) -> None:
         self._make_transport = make_transport
         self._bucket_size = bucket_size
         self._transport: BucketTransport | None = None
         self._stuck: BucketReceiver | None = None
         """One that could not be ended: its transfer may still write into the buffers."""
         self.buffers: list[torch.Tensor] = []
+        self.parts = KeptParts(poisons=poisons)
+        """For tensors that are larger than a bucket."""
 
     def allocate(self) -> BucketTransport:
         """Make the transport and its buffers, as far as they are not there; returns the transport."""
@@ -76,6 +82,7 @@ class TransferMemory:
         if self._is_stuck:
             _log.warning("a transfer has not ended; its buffers are kept until it does")
             return
+        self.parts.free()
         if self._transport is not None:
             self._transport.release()
         devices = {buffer.device for buffer in self.buffers}

@@ -16,6 +16,7 @@ from weightsync.capacity import total_memory_bytes
 from weightsync.control import Complete, Link, Manifest
 from weightsync.engines.account import Account
 from weightsync.engines.inlet import Arrived, Ended, Inlet, Promised, metas_of
+from weightsync.engines.parts import KeptParts
 from weightsync.engines.refit import Refit
 from weightsync.errors import ProtocolError, WeightSyncError
 from weightsync.tensors import WeightManifest
@@ -29,6 +30,7 @@ class BucketReceiver:
         refit: whose buffers, transport and deadlines are used.
         sources: the control links to the senders.
         targets: the control links to those that the buckets are forwarded to.
+        parts: memory for tensors that are larger than a bucket.
         manifest_check: called with the manifest before the first batch; raises to refuse the refit.
     """
 
@@ -38,10 +40,12 @@ class BucketReceiver:
         sources: Mapping[RankId, Link],
         targets: Mapping[RankId, Link],
         *,
+        parts: KeptParts,
         manifest_check: Callable[[WeightManifest], None] | None,
     ) -> None:
         self._refit = refit
         self._sources = sources
+        self._parts = parts
         self._manifest_check = manifest_check
         self._stopwatch = refit.stopwatch
         self._inlet = Inlet(refit, sources, list(targets.values()))
@@ -60,7 +64,9 @@ class BucketReceiver:
         """
         self._inlet.start()
         room = total_memory_bytes(str(self._refit.buffers[0].device))
-        account, merger = Account(), ChunkMerger(len(self._sources), limit_bytes=room)
+        self._parts.begin()
+        account = Account()
+        merger = ChunkMerger(len(self._sources), limit_bytes=room, memory=self._parts)
         with self._located():
             while not isinstance(event := await self._next_event(), Ended):
                 if isinstance(event, Promised):
