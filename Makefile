@@ -70,8 +70,8 @@ lint: setup  ## ruff, ruff format, mypy --strict
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: setup  ## one refit over NIXL against one plain copy through shared memory, in the same run
-	$(BIN)/python benchmarks/refit.py
+bench: setup  ## every transport against one plain copy through shared memory, in the same run (minutes)
+	$(BIN)/weightsync bench --json-file outputs/bench/bench.json --png outputs/bench/bench.png
 
 clean:  ## remove .venv, caches and outputs
 	rm -rf .venv build dist outputs .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -30,7 +30,7 @@ class BenchSettings:
     repeats: int
     bucket_mib: int
     verify: str
-    """``"full"`` or ``"off"``: digests of every chunk in weightsync's own transports."""
+    """Digests of chunks in weightsync's own transports: ``"full"``, ``"sample"`` or ``"off"``."""
     threads: int
     """Of torch, in each process."""
     topology: str = ""

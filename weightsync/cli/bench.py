@@ -16,6 +16,7 @@ from weightsync.benchmarking.run import run_benchmark
 from weightsync.benchmarking.shapes import LAYERS
 from weightsync.benchmarking.transports import Wish
 from weightsync.benchmarking.trial import BenchSettings
+from weightsync.engines.sampling import MODES
 from weightsync.errors import ConfigurationError
 from weightsync.topology import TOPOLOGIES
 
@@ -40,7 +41,7 @@ def bench(
     policy_ranks: Annotated[int, typer.Option(min=1, help="Number of policy processes.")] = 1,
     rollout_ranks: Annotated[int, typer.Option(min=1, help="Number of rollout processes.")] = 1,
     repeats: Annotated[int, typer.Option(min=1, help="Timed refits of each.")] = 5,
-    bucket_mib: Annotated[int, typer.Option(min=1, help="MiB of each transfer buffer.")] = 64,
+    bucket_mib: Annotated[int, typer.Option(min=1, help="MiB of each transfer buffer.")] = 8,
     verify: Annotated[
         str, typer.Option(help="full, sample or off: which chunks are digested on both sides.")
     ] = "full",
