@@ -62,8 +62,8 @@ def bench(
     """
     if png is not None:
         require_matplotlib()
-    if verify not in ("full", "sample", "off"):
-        raise ConfigurationError(f"--verify must be full, sample or off, got {verify!r}")
+    if verify not in MODES:
+        raise ConfigurationError(f"--verify must be {', '.join(MODES)}, got {verify!r}")
     settings = BenchSettings(
         layers=layers,
         policy_ranks=policy_ranks,
