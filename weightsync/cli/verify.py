@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from weightsync.cli.verify_more import show_flips, show_live
 from weightsync.cluster.private_ray import private_ray
 from weightsync.errors import ConfigurationError
 from weightsync.verification.scenario import RefitCheck, Verification, VerifySettings
@@ -37,12 +38,30 @@ def verify(
     allow_missing: Annotated[
         list[str] | None, typer.Option(help="Pattern of vLLM parameters that a refit may leave unwritten.")
     ] = None,
+    live: Annotated[
+        bool,
+        typer.Option(
+            "--live",
+            help="Compare the running engine with the policy instead: tensor by tensor, and by what both "
+            "make of the same tokens; then once more after the policy alone has changed, to see it noticed.",
+        ),
+    ] = False,
+    flips: Annotated[
+        int | None,
+        typer.Option(min=3, help="Flip so many bits instead, on the way and in memory; count those seen."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False,
 ) -> None:
     """Refit a vLLM engine that has other weights; compare it with one started from a checkpoint.
 
     Exits with 1 if a refit left the engine with other tokens or log-probabilities than the checkpoint's.
     """
+    if flips is not None:
+        show_flips(flips, as_json=as_json)
+        return
+    if live:
+        show_live(_selected(model), dtype, device, _checkpoints, as_json=as_json)
+        return
     checks: dict[str, list[RefitCheck]] = {}
     console = Console(stderr=as_json)
     for name in _selected(model):

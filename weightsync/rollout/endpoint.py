@@ -178,16 +178,20 @@ class RolloutEndpoint:
         """Digest what this rank serves now, and say what the last refit digested to as it came.
 
         Args:
-            tensors: whether to return the digest of each tensor, too.
+            tensors: whether to return the digest of each tensor, too, and ``originals``.
 
         Returns:
-            the status; ``served``, of the tensors as they are stored; ``stream``, as they came, or `None`.
+            the status; ``served``, of the tensors as they are stored; ``stream``, as they came, or `None`;
+            ``originals``, of those that can be read back in the form in which they came.
         """
         receiver = self._require_receiver()
         served = WeightDigest.of(receiver.loader.served()).to_dict(tensors=tensors)
         stream = receiver.stream_digest
         came = stream.to_dict(tensors=tensors) if stream is not None else None
-        return {**receiver.status(), "served": served, "stream": came}
+        answer = {**receiver.status(), "served": served, "stream": came}
+        if tensors:
+            answer["originals"] = WeightDigest.of(receiver.loader.originals()).to_dict(tensors=True)
+        return answer
 
     def commit_refit(self, version: int) -> int:
         """Serve what was received; returns the version."""

@@ -43,3 +43,6 @@ class WeightLoader(Protocol):
 
     def served(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors that are served, under the names and in the form in which they are stored."""
+
+    def originals(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield those tensors that can be read back in the form, and under the names, in which they came."""

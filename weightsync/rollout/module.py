@@ -79,6 +79,10 @@ class ModuleLoader:
         """Yield every parameter and persistent buffer; see `WeightLoader`."""
         return named_state(self.model)
 
+    def originals(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the same: tensors are stored as they come; see `WeightLoader`."""
+        return named_state(self.model)
+
     def _unknown(self, manifest: WeightManifest, slots: dict[str, torch.Tensor]) -> list[str]:
         return [
             name for name in manifest.names if name not in slots and not _matches(name, self.allow_unused)

@@ -18,6 +18,7 @@ from weightsync.errors import ConfigurationError
 from weightsync.report import RefitReport
 from weightsync.synchronizer import CheckpointEngineWeightSynchronizer
 from weightsync.verification.compare import TOLERANCES, Comparison, Generation, compare_generations
+from weightsync.verification.live import LiveReport, verify_live
 from weightsync.verification.workers import FreshEngines, VerifyEngine, VerifyPolicy
 
 _CALL_S = 300.0
@@ -133,6 +134,26 @@ class Verification:
                 served = self._get(self._engine.greedy.remote())
                 yield self._check(report, before, served, expected)
                 before = served
+
+    def live(self) -> Iterator[LiveReport]:
+        """Yield two comparisons of what runs: after a refit, and after the policy alone has changed.
+
+        The first has to pass, the second must not.
+        """
+        self._get([each.ready.remote() for each in (self._policy, self._engine)])
+        policy, rollout = RayPolicyGroup([self._policy]), RayRolloutGroup([self._engine])
+        with CheckpointEngineWeightSynchronizer(policy, rollout, self._config) as synchronizer:
+            synchronizer.init_communicator()
+            synchronizer.sync_weights()
+            yield verify_live(policy, rollout, timeout_s=_CALL_S, compare=self._compare_live)
+            self._get(self._policy.change.remote(seed=1))
+            yield verify_live(policy, rollout, timeout_s=_CALL_S, compare=self._compare_live)
+
+    def _compare_live(self) -> Comparison:
+        """Compare the engine's tokens with what the policy itself makes of them."""
+        served = self._get(self._engine.greedy.remote())
+        expected = self._get(self._policy.score.remote(served))
+        return compare_generations(served, expected, TOLERANCES[self._settings.dtype])
 
     def _change_policy(self, version: int) -> list[Generation]:
         """Change the policy's weights; returns what an engine started from them generates."""

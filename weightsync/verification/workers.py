@@ -64,6 +64,16 @@ class VerifyPolicy(PolicyCheckpointEngineMixin):
                 scale = parameter.float().std(correction=0).clamp(min=0.1)
                 parameter.add_((noise * scale).to(parameter.dtype))
 
+    def score(self, served: list[Generation]) -> list[Generation]:
+        """Say what this model itself would generate next, after each token that an engine has generated."""
+        return [self._score(prompt, each.token_ids) for prompt, each in zip(PROMPTS, served, strict=True)]
+
+    @torch.no_grad()
+    def _score(self, prompt: tuple[int, ...], tokens: tuple[int, ...]) -> Generation:
+        logits = self.model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+        logprobs, choices = logits.float().log_softmax(-1).max(-1)
+        return Generation(tuple(choices.tolist()), tuple(logprobs.tolist()))
+
     def save(self, directory: Path) -> None:
         """Save the current weights as a checkpoint that an engine can be started from."""
         self.model.save_pretrained(directory)

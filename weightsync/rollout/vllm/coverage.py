@@ -59,6 +59,12 @@ class CoverageReport:
     """Tensors that are cast on the way, between plain floating-point dtypes."""
     written: dict[str, int] = field(default_factory=dict)
     """Elements written, by parameter."""
+    manifest: WeightManifest | None = None
+    """What was tried."""
+    writes: list[Write] = field(default_factory=list)
+    """Everything that the loader wrote."""
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Of the parameters, before any processing."""
 
 
 def build_report(
@@ -77,8 +83,9 @@ def build_report(
         refused: tensors at which the loader raised, with the reason.
         place: of this rank.
     """
-    report = CoverageReport(refused=dict(refused))
     writes = list(writes)
+    report = CoverageReport(refused=dict(refused), manifest=manifest, writes=writes)
+    report.shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     _account_sources(report, manifest, writes, place)
     _account_parameters(report, writes, parameters)
     _account_dtypes(report, writes)

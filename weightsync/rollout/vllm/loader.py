@@ -14,6 +14,7 @@ from weightsync.rollout.loader import Batch
 from weightsync.rollout.vllm import reload
 from weightsync.rollout.vllm.coverage import CoverageReport
 from weightsync.rollout.vllm.cpu import ExpertKernels, repack_tied_head
+from weightsync.rollout.vllm.inverse import invert
 from weightsync.rollout.vllm.trial import TrialModel
 from weightsync.tensors import MAX_NAMES_SHOWN, WeightManifest, list_names
 
@@ -126,6 +127,10 @@ class VllmLoader:
         """Yield the parameters as vLLM stores them, fused and sharded; see `WeightLoader`."""
         yield from self.model.named_parameters()
         yield from self.model.named_buffers()
+
+    def originals(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what can be read back out of the parameters, as it came; see `WeightLoader`."""
+        return invert(self._report, dict(self.model.named_parameters(remove_duplicate=False)))
 
     @contextmanager
     def _context(self) -> Iterator[None]:
