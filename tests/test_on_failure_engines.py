@@ -1,16 +1,17 @@
-"""``on_failure: continue`` over real engines and modules, all in this process."""
+"""``on_failure: continue`` and ``commit: staged`` over real engines and modules, all in this process."""
 
 from __future__ import annotations
 
 import time
 
 import pytest
+import torch
 
 pytest.importorskip("nixl")
 
 from tests.test_synchronizer_nixl import Trainer, model, same, step
 from weightsync.cluster.local import LocalPolicyGroup, LocalRolloutGroup
-from weightsync.errors import ConfigurationError, WorkerFencedError
+from weightsync.errors import ConfigurationError, RefitError, WorkerFencedError
 from weightsync.rollout.module import ModuleLoader, ModuleRolloutWorker
 from weightsync.synchronizer import CheckpointEngineWeightSynchronizer
 
@@ -111,6 +112,33 @@ def test_a_loader_that_breaks_costs_its_own_engine_only(job):
     job.hosts[1].loader.breaks = False
     assert job.sync().failed == ()
     assert all(job.serves(rank, 3) for rank in range(3))
+
+
+STAGED = [{**each, "lifecycle": {"on_failure": "fail", "commit": "staged"}} for each in ALL[3:]]
+
+
+@pytest.mark.parametrize("job", STAGED, indirect=True, ids=lambda kw: "-".join(map(str, kw.values())))
+def test_a_staged_refit_that_fails_leaves_the_old_version_serving_without_a_pause(job):
+    report = job.sync()
+    assert report.staged_bytes == report.bytes > 0
+    assert report.paused_s < report.seconds["total"]
+    assert all(job.serves(rank, 1) for rank in range(3))
+    old = [{name: value.clone() for name, value in host.model.state_dict().items()} for host in job.hosts]
+    pauses = []
+    for host in job.hosts:
+        host.control_pause = pauses.append
+    job.trainers[0].break_at = 2
+    with pytest.raises(RefitError, match="gather failed") as caught:
+        job.sync()
+    assert caught.value.serving == {0: 1, 1: 1, 2: 1}
+    assert pauses == []
+    for host, was in zip(job.hosts, old, strict=True):
+        host.require_serving()
+        assert all(torch.equal(value, was[name]) for name, value in host.model.state_dict().items())
+        del host.control_pause
+    job.trainers[0].break_at = None
+    job.sync()
+    assert all(job.serves(rank, 2) for rank in range(3))
 
 
 @pytest.mark.parametrize("lifecycle", [{"on_failure": "continue"}, {"commit": "staged"}])

@@ -15,7 +15,7 @@ from weightsync.errors import WeightSyncError
 from weightsync.failures import Serving
 from weightsync.lifecycle.plan import Progress, RefitPlan
 
-_MAX_STEPS = 7  # fence, status, reset, offload, finalize, resume, and status once more
+_MAX_STEPS = 8  # fence, status, reset, offload, finalize, resume twice, and status once more
 _LEAST_STEP_S = 0.25
 
 
@@ -90,11 +90,19 @@ class Cleanup:
         return [*answers.failures, *refusals(answers, "reset", "reset_caches")]
 
     def resume(self, crew: Crew) -> None:
-        """Let requests run again, where caches are those of the weights."""
+        """Let requests run again, where caches are those of the weights; a host that fails is asked twice."""
         fit = set(crew.rollout.rank_prefixes) - crew.stale
-        calls = [crew.among(fit).rollout.control("resume") if crew.stale else crew.rollout.control("resume")]
-        answers = self.hear(crew, "resume", *(calls if fit else []))
-        self.failures.extend(refusals(answers, "resume", "resume"))
+        failures = self._resume(crew, fit) if fit else []
+        if again := {failure.who.rank for failure in failures if failure.how == "reported"}:
+            failures = [failure for failure in failures if failure.who.rank not in again]
+            failures += self._resume(crew, again)
+        self.failures.extend(failures)
+
+    def _resume(self, crew: Crew, hosts: set[int]) -> list[Failure]:
+        some = hosts != set(crew.rollout.rank_prefixes)
+        call = crew.rollout.control("resume", only=hosts) if some else crew.rollout.control("resume")
+        answers = crew.hear("resume", call, timeout_s=self.left_s())
+        return [*answers.failures, *refusals(answers, "resume", "resume")]
 
     def hear(self, crew: Crew, phase: str, *calls: PendingCall) -> Answers:
         """Wait for a step of the clean-up; keep its failures."""
