@@ -1,7 +1,8 @@
 """What all built-in transports share: one engine around a `BucketTransport`.
 
-Here are the life of an engine and of a refit, and their clean-up; `session` holds the peers, `sender` and
-`receiver` are the refit's two halves. A transport is a subclass that says which `BucketTransport` it uses.
+Here are the life of an engine and of a refit, and their clean-up. `joining` finds a worker's place among its
+peers, `session` holds the links to them, `sender` and `receiver` are the refit's two halves. A transport is a
+subclass that says which `BucketTransport` it uses.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import torch
 from weightsync.control import ControlHub, Deadlines
 from weightsync.engines.base import CheckpointEngine
 from weightsync.engines.calls import CallLock
+from weightsync.engines.joining import TopologyChoice, place_of, read_entries
 from weightsync.engines.lockstep import Lockstep, make_lockstep
 from weightsync.engines.memory import TransferMemory
-from weightsync.engines.metadata import WorkerMetadata, read_metadata
+from weightsync.engines.metadata import WorkerMetadata
 from weightsync.engines.receiver import BucketReceiver
 from weightsync.engines.refit import Refit
 from weightsync.engines.sampling import ChunkChecks
@@ -27,10 +29,10 @@ from weightsync.engines.sender import BucketSender, drain_weights
 from weightsync.engines.session import Session
 from weightsync.engines.stream import Weights, closing_stream
 from weightsync.engines.telling import tell_unmet
-from weightsync.engines.transport import BucketTransport, Peer, Place
+from weightsync.engines.transport import BucketTransport
 from weightsync.engines.waiting import Budget, Waiter
 from weightsync.errors import ConfigurationError, LifecycleError, WeightSyncError
-from weightsync.topology import AUTO, DEFAULT_FAN_OUT, RankId, Topology, choose_topology, make_topology
+from weightsync.topology import DEFAULT_FAN_OUT, RankId, Topology
 
 MIB = 1 << 20
 _CLOSE_S = 15.0
@@ -90,7 +92,9 @@ class BucketedCheckpointEngine(CheckpointEngine):
         self.bucket_size = bucket_size
         self.topology = self.default_topology if topology is None else topology
         self.fan_out = fan_out
-        self._require_topology()
+        self._choice = TopologyChoice(
+            self.transport_name, self.topology, fan_out, self.topologies, self.why_these_topologies
+        )
         self._deadlines = Deadlines(
             connect_s=connect_s, stall_s=stall_s, total_s=total_s, silence_s=silence_s
         )
@@ -118,7 +122,7 @@ class BucketedCheckpointEngine(CheckpointEngine):
     def refuses(self, *, train_world_size: int, rollout_world_size: int) -> str | None:
         """Return why the topology does not fit the world sizes; `None` if it does."""
         try:
-            self._topology_of(train_world_size, rollout_world_size)
+            self._choice.of(train_world_size, rollout_world_size)
         except ConfigurationError as error:
             return error.message
         return None
@@ -168,9 +172,7 @@ class BucketedCheckpointEngine(CheckpointEngine):
                 engine's.
             LifecycleError: the engine is not prepared, or has joined a process group already.
         """
-        with self._calls.hold("init_policy_process_group"):
-            topology = self._topology_of(train_world_size, rollout_world_size)
-            self._join_first(RankId("policy", worker_rank), topology, metadata)
+        self._join(RankId("policy", worker_rank), train_world_size, rollout_world_size, metadata)
 
     def init_rollout_process_group(
         self, *, rollout_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
@@ -182,9 +184,7 @@ class BucketedCheckpointEngine(CheckpointEngine):
                 engine's.
             LifecycleError: the engine is not prepared, or has joined a process group already.
         """
-        with self._calls.hold("init_rollout_process_group"):
-            topology = self._topology_of(train_world_size, rollout_world_size)
-            self._join_first(RankId("rollout", rollout_rank), topology, metadata)
+        self._join(RankId("rollout", rollout_rank), train_world_size, rollout_world_size, metadata)
 
     def update_process_group(
         self, *, rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
@@ -200,8 +200,8 @@ class BucketedCheckpointEngine(CheckpointEngine):
             session, _ = self._prepared()
             if session.who is None or session.is_late:
                 raise LifecycleError("update_process_group: this engine has not joined a process group")
-            topology = self._topology_of(train_world_size, rollout_world_size)
-            self._join(RankId(session.who.side, rank), topology, metadata)
+            topology = self._choice.of(train_world_size, rollout_world_size)
+            self._enter(RankId(session.who.side, rank), topology, metadata)
 
     # One refit.
 
@@ -392,44 +392,16 @@ class BucketedCheckpointEngine(CheckpointEngine):
             raise LifecycleError(_UNPREPARED)
         return self._session, transport
 
-    def _require_topology(self) -> None:
-        if self.topology not in (AUTO, *self.topologies):
-            because = f" ({self.why_these_topologies})" if self.why_these_topologies else ""
-            raise ConfigurationError(
-                f"{self.transport_name} has no topology {self.topology!r}{because}; "
-                f"write one of {', '.join((*self.topologies, AUTO))}"
-            )
-        if isinstance(self.fan_out, bool) or not isinstance(self.fan_out, int) or self.fan_out < 1:
-            raise ConfigurationError(f"fan_out must be a whole number of at least 1, got {self.fan_out!r}")
+    def _join(self, who: RankId, train_world_size: int, rollout_world_size: int, metadata: list[Any]) -> None:
+        """Join a process group for the first time since `prepare`, together with all other workers."""
+        with self._calls.hold(f"init_{who.side}_process_group"):
+            session, _ = self._prepared()
+            session.require_unjoined()
+            self._enter(who, self._choice.of(train_world_size, rollout_world_size), metadata)
 
-    def _topology_of(self, train_world_size: int, rollout_world_size: int) -> Topology:
-        make = partial(choose_topology, self.topologies)
-        if self.topology != AUTO:
-            make = partial(make_topology, self.topology)
-        return make(
-            train_world_size=train_world_size, rollout_world_size=rollout_world_size, fan_out=self.fan_out
-        )
-
-    def _join_first(
-        self, who: RankId, topology: Topology, metadata: list[Any], *, late: bool = False
-    ) -> None:
+    def _enter(self, who: RankId, topology: Topology, metadata: list[Any], *, late: bool = False) -> None:
         session, _ = self._prepared()
-        session.require_unjoined()
-        self._join(who, topology, metadata, late=late)
-
-    def _join(self, who: RankId, topology: Topology, metadata: list[Any], *, late: bool = False) -> None:
-        """Join a process group whole or not at all: after a failure the engine is to be prepared again.
-
-        Late means that the others have joined long before; ``metadata`` are the policy ranks' then.
-        """
-        topology.require_rank(who)
-        session, _ = self._prepared()
-        entries = read_metadata(
-            metadata,
-            expected=topology.train_world_size + (0 if late else topology.rollout_world_size),
-            own_index=None if late else topology.index(who),
-            own=session.own,
-        )
+        entries = read_entries(metadata, who, topology, session.own, late=late)
         everyone = tuple(range(topology.rollout_world_size))
         self._take_place(who, topology, entries, everyone, late=late)
 
@@ -441,9 +413,7 @@ class BucketedCheckpointEngine(CheckpointEngine):
             train = session.train_world_size
             world = len(session.entries) - train
             chosen = tuple(range(world)) if receivers is None else receivers
-            if not set(chosen) <= set(range(world)) or list(chosen) != sorted(set(chosen)):
-                raise ConfigurationError(f"receivers must be rollout ranks below {world}, in order: {chosen}")
-            topology = self._topology_of(train, len(chosen)).among(chosen, world)
+            topology = self._choice.among(chosen, train, world)
             self._take_place(who, topology, session.entries, chosen)
             self._receivers = receivers
 
@@ -456,21 +426,13 @@ class BucketedCheckpointEngine(CheckpointEngine):
         *,
         late: bool = False,
     ) -> None:
+        """Connect whole or not at all: after a failure the engine is to be prepared again.
+
+        Late means that the others have joined long before; ``entries`` are the policy ranks' then.
+        """
         session, transport = self._prepared()
-
-        def peers(ranks: tuple[RankId, ...]) -> tuple[Peer, ...]:
-            return tuple(Peer(rank, entries[topology.index(rank)].transport) for rank in ranks)
-
-        place = Place(
-            who=who,
-            train_world_size=topology.train_world_size,
-            rollout_world_size=topology.rollout_world_size,
-            receivers=receivers,
-            sources=peers(topology.sources(who)),
-            targets=peers(topology.targets(who)),
-        )
         try:
-            transport.connect(place)
+            transport.connect(place_of(who, topology, entries, receivers))
             join = session.join_late if late else session.join
             join(who, topology, entries)
         except BaseException:

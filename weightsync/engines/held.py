@@ -76,8 +76,10 @@ class HoldingCheckpointEngine(BucketedCheckpointEngine):
             LifecycleError: the engine is not prepared, or has joined a process group already.
         """
         with self._calls.hold("join_late"):
-            topology = self._topology_of(train_world_size, max(rollout_world_size, rollout_rank + 1))
-            self._join_first(RankId("rollout", rollout_rank), topology, metadata, late=True)
+            session, _ = self._prepared()
+            session.require_unjoined()
+            topology = self._choice.of(train_world_size, max(rollout_world_size, rollout_rank + 1))
+            self._enter(RankId("rollout", rollout_rank), topology, metadata, late=True)
 
     async def _send(
         self, weights: Weights, session: Session, refit: Refit, lockstep: Lockstep
