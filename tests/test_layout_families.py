@@ -133,7 +133,7 @@ def fitting(layouts):
 
 
 def policy_of(model, text, ranks):
-    sizes = parse_sizes(text, ("tp", "pp", "ep", "etp", "first", "fsdp", "replicate"), "--policy")
+    sizes = parse_sizes(text, ("tp", "pp", "ep", "etp", "dp", "first", "fsdp", "replicate"), "--policy")
     if "fsdp" in sizes:
         return fsdp_layout(model, ShardedGrid.parse(sizes, ranks))
     return megatron_layout(model, PolicyGrid.parse(sizes, ranks))
@@ -226,6 +226,7 @@ def test_tied_embeddings_are_on_both_ends():
         ("qwen3", ("fsdp=2,pp=2", 4), ("tp=1", 1), "pp does not go with fsdp"),
         ("qwen3", ("fsdp=4", 6), ("tp=1", 1), "does not divide 6 policy ranks; write --policy-ranks 8"),
         ("qwen3", ("fsdp=2,replicate=3", 4), ("tp=1", 1), "6 policy ranks, not 4; write --policy-ranks 6"),
+        ("qwen3", ("tp=2,dp=2", 8), ("tp=1", 1), "dp=2 makes 4 policy ranks, not 8; write --policy-ranks 4"),
         ("qwen3", ("tp=two", 1), ("tp=1", 1), "tp must be a number of at least 1; write tp=1"),
         ("qwen3", ("tp=1,tp=2", 1), ("tp=1", 1), "has tp twice"),
         ("qwen3", ("td=1", 1), ("tp=1", 1), "does not know 'td'; write tp=N"),

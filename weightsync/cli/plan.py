@@ -49,7 +49,7 @@ def plan(
     *,
     policy: Annotated[
         str,
-        typer.Option(help="Megatron: tp=,pp=,ep=,etp=,cp=,first=,last=. FSDP2: fsdp=,tp=,replicate=."),
+        typer.Option(help="Megatron: tp=,pp=,ep=,etp=,cp=,dp=,first=,last=. FSDP2: fsdp=,tp=,replicate=."),
     ] = "tp=1",
     policy_ranks: Annotated[int, typer.Option(min=1, help="Number of policy workers.")] = 1,
     rollout: Annotated[str, typer.Option(help="vLLM: tp=,pp=,dp=,ep=; ep is tp * dp.")] = "tp=1",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import groupby
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from weightsync.layout.pieces import Layout
 from weightsync.layout.plan import ReshardPlan, make_plan
 
 _GIB = 1 << 30
+_MAX_RANGES = 2
 
 
 @dataclass(frozen=True)
@@ -136,25 +137,35 @@ def _rank_table(report: PlanReport) -> Table:
     received = report.received
     least: list[int | None] = [None] * len(received.tensors) if report.least is None else [*report.least]
     rows = list(zip(received.tensors, received.nbytes, least, received.batches, strict=True))
-    for first, last in _alike(rows):
-        tensors, nbytes, possible, batches = rows[first]
+    for ranks in _alike(rows):
+        tensors, nbytes, possible, batches = rows[ranks[0]]
         table.add_row(
-            str(first) if first == last else f"{first}-{last}",
+            _ranges(ranks),
             str(tensors),
             _gib(nbytes),
             "" if possible is None else _gib(possible),
             str(batches),
-            _most(report.descriptors[first : last + 1]),
-            _most(report.runs[first : last + 1]),
+            _most([report.descriptors[rank] for rank in ranks]),
+            _most([report.runs[rank] for rank in ranks]),
         )
     return table
 
 
-def _alike(rows: list[Any]) -> Iterator[tuple[int, int]]:
-    """Yield first and last index of neighbours that are alike."""
-    for _, group in groupby(range(len(rows)), key=rows.__getitem__):
-        same = list(group)
-        yield same[0], same[-1]
+def _alike(rows: Sequence[Hashable]) -> list[list[int]]:
+    """Return the indices of equal rows, together."""
+    found: dict[Hashable, list[int]] = {}
+    for index, row in enumerate(rows):
+        found.setdefault(row, []).append(index)
+    return list(found.values())
+
+
+def _ranges(ranks: list[int]) -> str:
+    """Return a short text for a list of ascending ranks: ``0-7, 32-39 and 48 more``."""
+    cuts = [0, *(i for i in range(1, len(ranks)) if ranks[i] != ranks[i - 1] + 1), len(ranks)]
+    spans = [ranks[a:b] for a, b in pairwise(cuts)]
+    shown = [str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans[:_MAX_RANGES]]
+    rest = sum(len(span) for span in spans[_MAX_RANGES:])
+    return ", ".join(shown) + (f" and {rest} more" if rest else "")
 
 
 def _most(counts: list[int]) -> str:

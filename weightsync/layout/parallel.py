@@ -11,7 +11,7 @@ import numpy as np
 from weightsync.errors import ConfigurationError
 from weightsync.layout.regions import Ints
 
-POLICY_KEYS = ("tp", "pp", "ep", "etp", "cp", "first", "last", "fsdp", "replicate")
+POLICY_KEYS = ("tp", "pp", "ep", "etp", "cp", "dp", "first", "last", "fsdp", "replicate")
 ROLLOUT_KEYS = ("tp", "pp", "dp", "ep")
 
 
@@ -69,6 +69,8 @@ class PolicyGrid:
         grid = {key: sizes.get(key, 1) for key in ("tp", "pp", "ep")}
         etp = sizes.get("etp", 1 if grid["ep"] > 1 else grid["tp"])
         _require_divides("policy", ranks, tp=grid["tp"], cp=sizes.get("cp", 1), pp=grid["pp"])
+        if "dp" in sizes:
+            _require_product(ranks, tp=grid["tp"], cp=sizes.get("cp", 1), pp=grid["pp"], dp=sizes["dp"])
         _require_divides("policy", ranks, etp=etp, ep=grid["ep"], pp=grid["pp"])
         return cls(ranks, **grid, etp=etp, first=sizes.get("first"), last=sizes.get("last"))
 
@@ -207,6 +209,15 @@ class RolloutGrid:
         for place in range(2, extra + 2):
             counts[-place] += 1
         return [stage for stage, count in enumerate(counts) for _ in range(count)]
+
+
+def _require_product(ranks: int, **sizes: int) -> None:
+    needed = prod(sizes.values())
+    if needed != ranks:
+        form = ",".join(f"{key}={size}" for key, size in sizes.items())
+        raise ConfigurationError(
+            f"{form} makes {needed} policy ranks, not {ranks}; write --policy-ranks {needed}, or leave dp out"
+        )
 
 
 def _require_divides(side: str, ranks: int, **sizes: int) -> None:
