@@ -17,6 +17,7 @@ from weightsync.tensors import dtype_from_name, list_names
 
 _INDEX = "model.safetensors.index.json"
 _MAX_HEADER = 256 << 20
+_MAX_REASON = 200
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ def _transformers_tensors(config: Mapping[str, Any]) -> list[TensorInfo]:
     except (KeyError, ValueError, TypeError, AttributeError, ImportError) as error:
         raise ConfigurationError(
             f"no rules for {name} (known: {', '.join(ARCHITECTURES)}), and transformers does not make it: "
-            f"{error}"
+            f"{str(error):.{_MAX_REASON}}"
         ) from error
     owned = {key for key, _ in (*model.named_parameters(), *model.named_buffers())}  # tied ones once
     state = {key: tensor for key, tensor in model.state_dict().items() if key in owned}

@@ -27,6 +27,7 @@ from weightsync.layout.pieces import ABSENT, Layout, LayoutBuilder, Piece, Tenso
 from weightsync.layout.regions import Box
 from weightsync.layout.strided import View, piece_from_copy
 
+_MAX_REASON = 300
 _DTYPES = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
@@ -146,7 +147,7 @@ def trace_rank(engine: Any, infos: Sequence[TensorInfo], grid: RolloutGrid, plac
                 model.load_weights(iter(sources))
         except Exception as error:
             raise ConfigurationError(
-                f"vLLM does not load this model so: {type(error).__name__}: {error}",
+                f"vLLM does not load this model so: {type(error).__name__}: {str(error):.{_MAX_REASON}}",
                 side="rollout",
                 phase="trace",
             ) from error
@@ -220,7 +221,7 @@ def _engine_config(values: Mapping[str, Any]) -> Iterator[Any]:
         except (ValueError, OSError, RuntimeError) as error:
             if isinstance(error, ConfigurationError):
                 raise
-            raise ConfigurationError(f"vLLM does not know this model: {error}") from error
+            raise ConfigurationError(f"vLLM does not know this model: {str(error):.{_MAX_REASON}}") from error
 
 
 def _rank_config(engine: Any, grid: RolloutGrid) -> Any:
