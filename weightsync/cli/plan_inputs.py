@@ -169,7 +169,7 @@ def _transformers_tensors(config: Mapping[str, Any]) -> list[TensorInfo]:
     except (KeyError, ValueError, TypeError, AttributeError, ImportError) as error:
         raise ConfigurationError(
             f"no rules for {name} (known: {', '.join(ARCHITECTURES)}), and transformers does not make it: "
-            f"{str(error):.{_MAX_REASON}}"
+            f"{error!s:.{_MAX_REASON}}"
         ) from error
     owned = {key for key, _ in (*model.named_parameters(), *model.named_buffers())}  # tied ones once
     state = {key: tensor for key, tensor in model.state_dict().items() if key in owned}

@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 import torch
 
-from weightsync.errors import ConfigurationError, ManifestError, MissingDependencyError
+from weightsync.errors import ConfigurationError, ManifestError, MissingDependencyError, WeightSyncError
 from weightsync.layout.destinations import Sharding
 from weightsync.layout.families import EXPERT_ROLES, ModelTensor, ModelTensors
 from weightsync.layout.parallel import RolloutGrid
@@ -147,7 +147,7 @@ def trace_rank(engine: Any, infos: Sequence[TensorInfo], grid: RolloutGrid, plac
                 model.load_weights(iter(sources))
         except Exception as error:
             raise ConfigurationError(
-                f"vLLM does not load this model so: {type(error).__name__}: {str(error):.{_MAX_REASON}}",
+                f"vLLM does not load this model so: {type(error).__name__}: {error!s:.{_MAX_REASON}}",
                 side="rollout",
                 phase="trace",
             ) from error
@@ -219,9 +219,9 @@ def _engine_config(values: Mapping[str, Any]) -> Iterator[Any]:
                 kv_cache_memory_bytes=1 << 20,
             ).create_engine_config()
         except (ValueError, OSError, RuntimeError) as error:
-            if isinstance(error, ConfigurationError):
+            if isinstance(error, WeightSyncError):
                 raise
-            raise ConfigurationError(f"vLLM does not know this model: {str(error):.{_MAX_REASON}}") from error
+            raise ConfigurationError(f"vLLM does not know this model: {error!s:.{_MAX_REASON}}") from error
 
 
 def _rank_config(engine: Any, grid: RolloutGrid) -> Any:
