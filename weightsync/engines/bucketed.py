@@ -17,7 +17,13 @@ import torch
 
 from weightsync.control import ControlHub, Deadlines
 from weightsync.engines.base import CheckpointEngine
-from weightsync.engines.calls import CallLock
+from weightsync.engines.calls import (
+    CallLock,
+    not_prepared,
+    require_joined,
+    require_open,
+    require_unjoined,
+)
 from weightsync.engines.joining import TopologyChoice, place_of, read_entries
 from weightsync.engines.lockstep import Lockstep, make_lockstep
 from weightsync.engines.memory import TransferMemory
@@ -36,7 +42,6 @@ from weightsync.topology import DEFAULT_FAN_OUT, RankId, Topology
 
 MIB = 1 << 20
 _CLOSE_S = 15.0
-_UNPREPARED = "the engine is not prepared: call prepare() and join the process group first"
 
 
 class BucketedCheckpointEngine(CheckpointEngine):
@@ -137,8 +142,7 @@ class BucketedCheckpointEngine(CheckpointEngine):
             LifecycleError: the engine is closed, or another call is running.
         """
         with self._calls.hold("prepare"):
-            if self._closed:
-                raise LifecycleError("this engine is closed: make a new one")
+            require_open(closed=self._closed)
             self._memory.require_sound()
             self._close_session()
             transport = self._memory.allocate()
@@ -357,10 +361,7 @@ class BucketedCheckpointEngine(CheckpointEngine):
 
     def _begin_refit(self, side: str) -> tuple[Session, Refit]:
         session, transport = self._prepared()
-        if session.who is None or session.topology is None or session.who.side != side:
-            raise LifecycleError(
-                f"this engine has not joined as a {side} worker: call init_{side}_process_group() first"
-            )
+        require_joined(session.who, side)
         (epoch, version), self._next = self._next, (None, None)
         return session, self._refit_of(session, transport, epoch, version)
 
@@ -368,7 +369,7 @@ class BucketedCheckpointEngine(CheckpointEngine):
         self, session: Session, transport: BucketTransport, epoch: int | None, version: int | None
     ) -> Refit:
         if session.who is None or session.topology is None:
-            raise LifecycleError(_UNPREPARED)
+            raise not_prepared()
         return Refit(
             who=session.who,
             topology=session.topology,
@@ -389,14 +390,14 @@ class BucketedCheckpointEngine(CheckpointEngine):
     def _prepared(self) -> tuple[Session, BucketTransport]:
         transport = self._memory.require()
         if self._session is None:
-            raise LifecycleError(_UNPREPARED)
+            raise not_prepared()
         return self._session, transport
 
     def _join(self, who: RankId, train_world_size: int, rollout_world_size: int, metadata: list[Any]) -> None:
         """Join a process group for the first time since `prepare`, together with all other workers."""
         with self._calls.hold(f"init_{who.side}_process_group"):
             session, _ = self._prepared()
-            session.require_unjoined()
+            require_unjoined(session.who)
             self._enter(who, self._choice.of(train_world_size, rollout_world_size), metadata)
 
     def _enter(self, who: RankId, topology: Topology, metadata: list[Any], *, late: bool = False) -> None:

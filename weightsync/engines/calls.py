@@ -1,4 +1,4 @@
-"""One call of an engine at a time: the others are refused, never queued behind a refit."""
+"""One call of an engine at a time, and in order: others are refused, never queued behind a refit."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from weightsync.errors import LifecycleError
+from weightsync.topology import RankId
 
 
 class CallLock:
@@ -46,3 +47,44 @@ class CallLock:
         finally:
             self._thread = None
             self._lock.release()
+
+
+def not_prepared() -> LifecycleError:
+    """Return the error of a call before `prepare`."""
+    return LifecycleError("the engine is not prepared: call prepare() and join the process group first")
+
+
+def require_open(*, closed: bool) -> None:
+    """Check that an engine is not closed.
+
+    Raises:
+        LifecycleError: it is.
+    """
+    if closed:
+        raise LifecycleError("this engine is closed: make a new one")
+
+
+def require_unjoined(who: RankId | None) -> None:
+    """Check that a worker has no rank yet.
+
+    Raises:
+        LifecycleError: it has joined a process group; another one takes another `prepare`.
+    """
+    if who is not None:
+        raise LifecycleError(
+            f"this engine has joined as {who} already: call prepare() again on every worker before a new "
+            f"process group"
+        )
+
+
+def require_joined(who: RankId | None, side: str) -> RankId:
+    """Return a worker's rank.
+
+    Raises:
+        LifecycleError: it has none on this side.
+    """
+    if who is None or who.side != side:
+        raise LifecycleError(
+            f"this engine has not joined as a {side} worker: call init_{side}_process_group() first"
+        )
+    return who

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from weightsync.engines.bucketed import BucketedCheckpointEngine
+from weightsync.engines.calls import require_unjoined
 from weightsync.engines.lockstep import Lockstep
 from weightsync.engines.refit import Refit
 from weightsync.engines.session import Session
@@ -77,7 +78,7 @@ class HoldingCheckpointEngine(BucketedCheckpointEngine):
         """
         with self._calls.hold("join_late"):
             session, _ = self._prepared()
-            session.require_unjoined()
+            require_unjoined(session.who)
             topology = self._choice.of(train_world_size, max(rollout_world_size, rollout_rank + 1))
             self._enter(RankId("rollout", rollout_rank), topology, metadata, late=True)
 

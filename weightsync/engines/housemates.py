@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from weightsync.engines.handover import Handover
+from weightsync.engines.metadata import Entry, read_metadata
 from weightsync.errors import ConfigurationError
-from weightsync.topology import RankId
+from weightsync.topology import RankId, make_topology
 
 _born = uuid.uuid4().hex
 _handovers: weakref.WeakValueDictionary[str, Handover] = weakref.WeakValueDictionary()
@@ -32,32 +33,20 @@ def publish(handover: Handover) -> str:
     return token
 
 
-@dataclass(frozen=True)
-class Housemate:
-    """One worker's entry in the combined metadata list."""
+@dataclass(frozen=True, kw_only=True)
+class Housemate(Entry):
+    """One worker's entry in the combined metadata list. At its control channel policy ranks keep in step."""
 
-    engine: str
-    bucket_size: int
     process: str
     host: str
     pid: int
     token: str
-    control: dict[str, Any]
-    """The card of its control hub, where policy ranks keep in step."""
 
     @classmethod
     def describe(cls, engine: str, bucket_size: int, token: str, control: dict[str, Any]) -> Housemate:
         """Describe a worker of this process."""
         where = {"process": this_process(), "host": socket.gethostname(), "pid": os.getpid()}
         return cls(engine=engine, bucket_size=bucket_size, token=token, control=control, **where)  # type: ignore[arg-type]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data for any RPC layer."""
-        return {name: getattr(self, name) for name in _TYPES}
-
-    def card(self, name: str) -> dict[str, Any]:
-        """Return the control card under the name that error texts are to show."""
-        return {**self.control, "name": name}
 
     def handover(self, who: RankId) -> Handover:
         """Return the meeting place of this worker, which is ``who``.
@@ -88,17 +77,6 @@ class Housemate:
             )
 
 
-_TYPES: dict[str, type] = {
-    "engine": str,
-    "bucket_size": int,
-    "process": str,
-    "host": str,
-    "pid": int,
-    "token": str,
-    "control": dict,
-}
-
-
 def read_housemates(
     metadata: list[Any], *, own: Housemate, who: RankId, worlds: tuple[int, int]
 ) -> list[Housemate]:
@@ -114,35 +92,6 @@ def read_housemates(
         ConfigurationError: entries are missing, malformed, of another engine or bucket size, or of an earlier
             `prepare` of this worker; or this worker's rank is outside its world.
     """
-    train, rollout = worlds
-    if not 0 <= who.rank < (train if who.side == "policy" else rollout):
-        raise ConfigurationError(f"{who} is outside its world")
-    own_index = who.rank if who.side == "policy" else train + who.rank
-    if not isinstance(metadata, list | tuple) or len(metadata) != train + rollout:
-        count = len(metadata) if isinstance(metadata, list | tuple) else repr(metadata)[:80]
-        raise ConfigurationError(
-            f"metadata must hold one entry for each worker, policy ranks first: "
-            f"expected {train + rollout}, got {count}"
-        )
-    entries = [_entry(index, data, own) for index, data in enumerate(metadata)]
-    if entries[own_index] != own:
-        raise ConfigurationError(
-            f"metadata entry {own_index} is not what this worker's last prepare() returned: "
-            f"the list is out of order, or older than that call"
-        )
-    return entries
-
-
-def _entry(index: int, data: Any, own: Housemate) -> Housemate:
-    if not isinstance(data, dict) or data.get("engine") != own.engine:
-        raise ConfigurationError(f"metadata entry {index} was not made by a {own.engine} engine")
-    for name, kind in _TYPES.items():
-        if not isinstance(data.get(name), kind):
-            raise ConfigurationError(f"metadata entry {index} has no proper {name!r}: {data.get(name)!r:.80}")
-    entry = Housemate(**{name: data[name] for name in _TYPES})
-    if entry.bucket_size != own.bucket_size:
-        raise ConfigurationError(
-            f"metadata entry {index} has bucket_size {entry.bucket_size}, this worker {own.bucket_size}: "
-            f"all workers need the same bucket_size"
-        )
-    return entry
+    topology = make_topology("pairs", train_world_size=worlds[0], rollout_world_size=worlds[1])
+    topology.require_rank(who)
+    return read_metadata(metadata, expected=sum(worlds), own_index=topology.index(who), own=own)

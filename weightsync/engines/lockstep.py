@@ -15,6 +15,7 @@ from typing import Protocol
 from weightsync.control import Gate, Go, Link
 from weightsync.engines.waiting import Budget, Waiter
 from weightsync.errors import ProtocolError
+from weightsync.topology import RankId
 
 _PHASE = "keeping in step"
 Meet = Callable[[Link], Awaitable[None]]
@@ -151,6 +152,14 @@ class FollowerLockstep(_Stepper):
         """Say that this rank needs no more steps."""
         (leader,) = self._links
         leader.send(Gate(self._step, finished=True))
+
+
+def step_links(
+    rank: int, world_size: int, *, dial: Callable[[RankId], Link], answer: Callable[[RankId], Link]
+) -> list[Link]:
+    """Make a policy rank's links to those that it keeps in step with: rank 0 answers, all others dial it."""
+    leader, *others = (RankId("policy", each) for each in range(world_size))
+    return [dial(leader)] if rank else [answer(other) for other in others]
 
 
 def make_lockstep(

@@ -8,10 +8,11 @@ from collections.abc import Callable
 import torch
 
 from weightsync.engines.buffers import give_back
+from weightsync.engines.calls import not_prepared
 from weightsync.engines.parts import KeptParts
 from weightsync.engines.receiver import BucketReceiver
 from weightsync.engines.transport import BucketTransport
-from weightsync.errors import DeadlineError, LifecycleError, TransportError
+from weightsync.errors import DeadlineError, TransportError
 
 _log = logging.getLogger(__name__)
 
@@ -55,9 +56,7 @@ class TransferMemory:
         """
         self.require_sound()
         if self._transport is None or not self.buffers:
-            raise LifecycleError(
-                "the engine is not prepared: call prepare() and join the process group first"
-            )
+            raise not_prepared()
         return self._transport
 
     def drain(self, receiver: BucketReceiver) -> None:

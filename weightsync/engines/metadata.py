@@ -1,42 +1,37 @@
-"""What a built-in engine tells its peers in `prepare`, and the check of what it is told. No I/O."""
+"""What built-in engines tell their peers in `prepare`, and the check of what they are told. No I/O."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, TypeVar, get_origin, get_type_hints
 
 from weightsync.errors import ConfigurationError
 
-_ALIKE = {
-    "engine": "all workers need the same refit_transport",
-    "bucket_size": "all workers need the same bucket_size",
-    "digest": "set verify and device alike on all workers",
-    "topology": "set topology alike on all workers",
-    "fan_out": "set fan_out alike on all workers",
-}
 
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One worker's entry in the combined metadata list; ``control`` is the card of its control channel."""
 
-@dataclass(frozen=True)
-class WorkerMetadata:
-    """One worker's entry in the combined metadata list.
-
-    ``engine``, ``bucket_size`` (bytes), ``digest`` (kind), ``topology`` and ``fan_out`` must be alike on all
-    workers; ``control`` is the card of its control channel, ``transport`` what its transport's `describe`
-    returned, ``guests`` the ticket for workers that come later, if it takes any.
-    """
+    alike: ClassVar[Mapping[str, str]] = {
+        "engine": "all workers need the same refit_transport",
+        "bucket_size": "all workers need the same bucket_size",
+    }
+    """What must be alike on all workers, and what to do where it is not."""
 
     engine: str
     bucket_size: int
-    digest: str
-    topology: str
-    fan_out: int
     control: dict[str, Any]
-    transport: dict[str, Any]
-    guests: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def types(cls) -> dict[str, type]:
+        """Return the type of each field."""
+        hints, names = get_type_hints(cls), [each.name for each in fields(cls)]
+        return {name: get_origin(hints[name]) or hints[name] for name in names}
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for any RPC layer."""
-        return {name: getattr(self, name) for name in _TYPES}
+        return {name: getattr(self, name) for name in self.types()}
 
     @property
     def session(self) -> str:
@@ -48,21 +43,34 @@ class WorkerMetadata:
         return {**self.control, "name": name}
 
 
-_TYPES: dict[str, type] = {
-    "engine": str,
-    "bucket_size": int,
-    "digest": str,
-    "topology": str,
-    "fan_out": int,
-    "control": dict,
-    "transport": dict,
-    "guests": dict,
-}
+@dataclass(frozen=True, kw_only=True)
+class WorkerMetadata(Entry):
+    """The entry of a worker whose engine is a bucketed one.
+
+    ``digest`` is the kind of digests, ``transport`` what its transport's `describe` returned, ``guests`` the
+    ticket for workers that come later, if it takes any.
+    """
+
+    alike: ClassVar[Mapping[str, str]] = {
+        **Entry.alike,
+        "digest": "set verify and device alike on all workers",
+        "topology": "set topology alike on all workers",
+        "fan_out": "set fan_out alike on all workers",
+    }
+
+    digest: str
+    topology: str
+    fan_out: int
+    transport: dict[str, Any]
+    guests: dict[str, Any] = field(default_factory=dict)
+
+
+AnyEntry = TypeVar("AnyEntry", bound=Entry)
 
 
 def read_metadata(
-    metadata: list[Any], *, expected: int, own_index: int | None, own: WorkerMetadata
-) -> list[WorkerMetadata]:
+    metadata: list[Any], *, expected: int, own_index: int | None, own: AnyEntry
+) -> list[AnyEntry]:
     """Check the combined metadata list of a process group.
 
     Args:
@@ -90,14 +98,15 @@ def read_metadata(
     return entries
 
 
-def _entry(index: int, data: Any, own: WorkerMetadata) -> WorkerMetadata:
+def _entry(index: int, data: Any, own: AnyEntry) -> AnyEntry:
     if not isinstance(data, dict) or data.get("engine") != own.engine:
         raise ConfigurationError(f"metadata entry {index} was not made by a {own.engine} engine")
-    for name, kind in _TYPES.items():
+    types = own.types()
+    for name, kind in types.items():
         if not isinstance(data.get(name), kind):
             raise ConfigurationError(f"metadata entry {index} has no proper {name!r}: {data.get(name)!r:.80}")
-    entry = WorkerMetadata(**{name: data[name] for name in _TYPES})
-    for name, advice in _ALIKE.items():
+    entry = type(own)(**{name: data[name] for name in types})
+    for name, advice in own.alike.items():
         theirs, ours = getattr(entry, name), getattr(own, name)
         if theirs != ours:
             raise ConfigurationError(

@@ -16,11 +16,17 @@ import torch
 
 from weightsync.control import ControlHub, Deadlines, Link
 from weightsync.engines.base import CheckpointEngine
-from weightsync.engines.calls import CallLock
+from weightsync.engines.calls import (
+    CallLock,
+    not_prepared,
+    require_joined,
+    require_open,
+    require_unjoined,
+)
 from weightsync.engines.handing import Handing, hand_over, take_over
 from weightsync.engines.handover import Handover, Part
 from weightsync.engines.housemates import Housemate, publish, read_housemates
-from weightsync.engines.lockstep import make_lockstep
+from weightsync.engines.lockstep import make_lockstep, step_links
 from weightsync.engines.stream import Weights, closing_stream
 from weightsync.engines.telling import tell_unmet
 from weightsync.engines.waiting import Budget, Waiter
@@ -112,8 +118,7 @@ class NaiveCheckpointEngine(CheckpointEngine):
             LifecycleError: the engine is closed, or another call is running.
         """
         with self._calls.hold("prepare"):
-            if self._closed:
-                raise LifecycleError("this engine is closed: make a new one")
+            require_open(closed=self._closed)
             self._leave("the other side's engine has been prepared again: connect both sides anew")
             self._hub = ControlHub(
                 self.transport_name,
@@ -144,7 +149,12 @@ class NaiveCheckpointEngine(CheckpointEngine):
             policy, rollout = entries[:train_world_size], entries[train_world_size:]
             partner = RankId("rollout", worker_rank)
             self._handover = rollout[worker_rank].handover(partner) if worker_rank < len(rollout) else None
-            self._step_links = _step_links(hub, worker_rank, policy)
+            self._step_links = step_links(
+                worker_rank,
+                train_world_size,
+                dial=lambda peer: hub.connect(policy[peer.rank].card(str(peer))),
+                answer=lambda peer: hub.accept(policy[peer.rank].card(str(peer))),
+            )
 
     def init_rollout_process_group(
         self, *, rollout_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
@@ -269,14 +279,8 @@ class NaiveCheckpointEngine(CheckpointEngine):
         with self._calls.hold(f"init_{who.side}_process_group"):
             own, hub = self._own, self._hub
             if own is None or hub is None:
-                raise LifecycleError(
-                    "the engine is not prepared: call prepare() and join the process group first"
-                )
-            if self._who is not None:
-                raise LifecycleError(
-                    f"this engine has joined as {self._who} already: call prepare() again on every worker "
-                    f"before a new process group"
-                )
+                raise not_prepared()
+            require_unjoined(self._who)
             if (reason := self.refuses(train_world_size=train, rollout_world_size=rollout)) is not None:
                 raise ConfigurationError(reason)
             try:
@@ -289,15 +293,12 @@ class NaiveCheckpointEngine(CheckpointEngine):
     @contextmanager
     def _taking_part(self, side: str) -> Iterator[Handing]:
         """Take part in the refit that was opened; a failure is told to whoever is in it or waits for it."""
-        if self._who is None or self._who.side != side:
-            raise LifecycleError(
-                f"this engine has not joined as a {side} worker: call init_{side}_process_group() first"
-            )
+        who = require_joined(self._who, side)
         (epoch, version), self._next = self._next, (None, None)
         handing = self._handing = Handing(
-            part=Part(self._who, epoch, version),
+            part=Part(who, epoch, version),
             handover=self._handover,
-            peer=f"{'rollout' if side == 'policy' else 'policy'} rank {self._who.rank}",
+            peer=str(RankId("rollout" if side == "policy" else "policy", who.rank)),
             deadlines=self._deadlines,
             budget=Budget(self._deadlines.total_s),
             unmet=list(self._step_links),
@@ -340,10 +341,3 @@ class NaiveCheckpointEngine(CheckpointEngine):
             handover.close(reason)
         if hub is not None:
             hub.close()
-
-
-def _step_links(hub: ControlHub, rank: int, policy: list[Housemate]) -> list[Link]:
-    """Make the links of a policy rank to those that it keeps in step with: all dial rank 0."""
-    if rank:
-        return [hub.connect(policy[0].card("policy rank 0"))]
-    return [hub.accept(entry.card(f"policy rank {i}")) for i, entry in enumerate(policy[1:], start=1)]

@@ -153,7 +153,7 @@ class NixlTransport(BucketTransport):
         finally:
             self._peers.drop_all()
         agent, self._agent = self._agent, None
-        # UCX closes the sockets of an agent's connections, those that its readers made, too, with the agent only.
+        # UCX closes the sockets of an agent's connections, its readers' too, only together with the agent.
         if agent is not None and not self._was_open:
             return_agent(agent, self._backend_name, self._params)
 

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from weightsync.control import ControlHub, GuestLink, Link
+from weightsync.engines.lockstep import step_links
 from weightsync.engines.metadata import WorkerMetadata
 from weightsync.engines.telling import tell_all
-from weightsync.errors import LifecycleError
 from weightsync.topology import RankId, Topology
 
 _log = logging.getLogger(__name__)
@@ -51,18 +51,6 @@ class Session:
         self._made: dict[tuple[str, str], Link] = {}
         """Every link but those of latecomers, by how it was made and the peer's session."""
 
-    def require_unjoined(self) -> None:
-        """Check that this session has no process group yet.
-
-        Raises:
-            LifecycleError: it has; another one takes another `prepare`.
-        """
-        if self.who is not None:
-            raise LifecycleError(
-                f"this engine has joined as {self.who} already: call prepare() again "
-                f"on every worker before a new process group"
-            )
-
     def join_late(self, who: RankId, topology: Topology, entries: Sequence[WorkerMetadata]) -> None:
         """Make the links of a rank to those that know nothing of it; ``entries`` are the policy ranks'."""
         for peer in topology.sources(who):
@@ -92,8 +80,7 @@ class Session:
         self.sources = {peer: dial(peer) for peer in topology.sources(who)}
         self.targets = {peer: answer(peer) for peer in topology.targets(who)}
         if who.side == "policy":
-            leader, *others = (RankId("policy", rank) for rank in range(topology.train_world_size))
-            self.step_links = [answer(other) for other in others] if who == leader else [dial(leader)]
+            self.step_links = step_links(who.rank, topology.train_world_size, dial=dial, answer=answer)
         else:
             self._refuse_guests()
         self.who, self.topology, self.entries = who, topology, list(entries)
