@@ -19,15 +19,15 @@ from torch._C._distributed_c10d import HashStore
 
 from tests.engine_crew import MIB, noise
 from weightsync.control import Bucket
-from weightsync.engines import collective, collective_backends
+from weightsync.engines import collective_backends, collective_transport
 from weightsync.engines.collective import (
-    CollectiveTransport,
     GlooCheckpointEngine,
     HCCLCheckpointEngine,
     NCCLCheckpointEngine,
 )
 from weightsync.engines.collective_backends import GlooBackend, HCCLBackend, NCCLBackend
 from weightsync.engines.collective_meeting import Ask, Meeting, Plan
+from weightsync.engines.collective_transport import CollectiveTransport
 from weightsync.engines.transport import Peer, Place
 from weightsync.errors import (
     ConfigurationError,
@@ -258,7 +258,7 @@ def test_opening_ends_as_soon_as_a_peer_is_known_to_have_failed(star):
 
 
 def test_a_store_that_is_gone_is_an_error(star, monkeypatch):
-    monkeypatch.setattr(collective, "_HEARSAY_S", 0.1)
+    monkeypatch.setattr(collective_transport, "_HEARSAY_S", 0.1)
     star.sender.disconnect()
     (outcome,) = star.open([1], timeout_s=3.0)
     assert isinstance(outcome, TransportError)
@@ -295,10 +295,19 @@ def test_a_fetch_and_a_settling_end_at_their_deadline(star):
     star.sender.publish(0, 1000)
     for call in (
         lambda: star.sender.settle(0, timeout_s=0.3, check=fine),
-        lambda: star.fetch(3, 1, 1000, timeout_s=0.3),
+        lambda: star.fetch(3, 0, 1000, timeout_s=0.3),
     ):
         with pytest.raises(DeadlineError, match=r"a gloo broadcast did not end within 0\.3 s"):
             call()
+    star.shut()
+    star.refits(0)
+
+
+def test_a_bucket_that_nobody_announced_is_missed_before_its_bytes_come_for_another(star):
+    star.open()
+    star.sender.publish(0, SIZE)
+    with pytest.raises(ProtocolError, match="bucket 1 was announced where bucket 0 was due"):
+        star.fetch(1, 1, 1000)  # so many bytes more would end this process
     star.shut()
     star.refits(0)
 
@@ -314,7 +323,7 @@ def test_publishing_never_waits_for_a_receiver(star):
 
 
 def test_a_rank_that_leaves_breaks_the_others_broadcasts(star, monkeypatch):
-    monkeypatch.setattr(collective, "_HEARSAY_S", 0.1)
+    monkeypatch.setattr(collective_transport, "_HEARSAY_S", 0.1)
     star.open()
     star.sender.publish(0, SIZE)
     star.all[2].shut()
@@ -482,9 +491,7 @@ def test_other_topologies_are_refused_with_the_reason():
 def test_peers_that_use_another_library_are_refused(star):
     said = star.sender.describe()
     star.all[1].describe()
-    with pytest.raises(
-        ConfigurationError, match="policy rank 0 has refit_transport 'nccl', this"
-    ):
+    with pytest.raises(ConfigurationError, match="policy rank 0 has refit_transport 'nccl', this"):
         star.all[1].connect(
             Place(RankId("rollout", 0), 1, 3, (Peer(POLICY, {**said, "backend": "nccl"}),), ())
         )
