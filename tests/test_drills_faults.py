@@ -7,10 +7,11 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from rich.text import Text
 from typer.testing import CliRunner
 
 from weightsync.cli import app as cli
-from weightsync.cli.faults import _chosen, _table
+from weightsync.cli.faults import _chosen, _line, _table
 from weightsync.drills.fault_cells import (
     ACTORS,
     FAULTS,
@@ -135,6 +136,14 @@ def test_the_table_counts_what_could_be_and_what_passed():
     ]
     columns = [list(column.cells) for column in _table(verdicts).columns]
     assert columns == [["ipc"], ["[bold red]1 of 2"], ["[bold red]1 of 2"], ["1"]]
+
+
+def test_a_line_shows_what_a_failed_cell_says_brackets_and_all():
+    verdict = Verdict(
+        Cell("ipc", "sender", "kill", "first"), "RefitError", 1.25, detail="late [policy rank 0]"
+    )
+    shown = Text.from_markup(_line(verdict)).plain
+    assert shown == "ipc sender kill first: RefitError in 1.2 s, FAILED (late [policy rank 0])"
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from weightsync.drills.fault_cells import ACTORS, FAULTS, PHASES, Verdict, make_cells
@@ -53,14 +54,18 @@ def faults(
     for verdict in matrix.run(cells):
         verdicts.append(verdict)
         if verdict.counts:
-            result = "[green]passed[/]" if verdict.passed else f"[bold red]FAILED[/] ({verdict.detail})"
-            console.print(f"{verdict.cell}: {verdict.outcome} in {verdict.seconds:.1f} s, {result}")
+            console.print(_line(verdict), soft_wrap=True)
     if as_json:
         typer.echo(json.dumps([verdict.to_dict() for verdict in verdicts], indent=2))
     else:
         console.print(_table(verdicts))
     if not all(verdict.passed for verdict in verdicts if verdict.counts):
         raise typer.Exit(1)
+
+
+def _line(verdict: Verdict) -> str:
+    result = "[green]passed" if verdict.passed else f"[bold red]FAILED[/] ({escape(verdict.detail)})"
+    return f"{verdict.cell}: {verdict.outcome} in {verdict.seconds:.1f} s, {result}"
 
 
 def _those_here() -> list[str]:
