@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -150,3 +151,37 @@ def test_colocated_engines_have_neither(lifecycle):
             LocalRolloutGroup([Host(1)]),
             {"policy": {"generation": generation}},
         )
+
+
+HASTY = {"lifecycle": {"connect_s": 2, "stall_s": 1.5, "silence_s": 1}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", [{"topology": "ring", **HASTY}], indirect=True)
+def test_two_engines_that_hang_are_replaced_one_after_the_other(job):
+    job.sync()
+    wake = threading.Event()
+    for rank in (0, 2):
+        job.hosts[rank].loader.load = lambda batch: wake.wait(30)
+    report = job.sync()
+    assert report.ok == (1,)
+    assert job.serves(1, 2)
+    assert job.sync().ok == (1,)
+    for rank in (2, 0):
+        job.hosts[rank] = Host(9)
+        report = job.synchronizer.replace_rollout(rank, job.hosts[rank])
+        assert (report.version, report.ok) == (3, (rank,))
+    assert job.sync().ok == (0, 1, 2)
+    assert all(job.serves(rank, 4) for rank in range(3))
+    wake.set()
+
+
+@pytest.mark.parametrize("job", [{"topology": "star"}], indirect=True)
+def test_an_engine_that_was_left_out_may_be_removed(job):
+    job.sync()
+    job.hosts[0].loader.breaks = True
+    assert job.sync().ok == (1, 2)
+    job.synchronizer.remove_rollout(0)
+    del job.hosts[0]
+    assert job.sync().ok == (0, 1)
+    assert all(job.serves(rank, 3) for rank in range(2))

@@ -36,6 +36,16 @@ SMALLEST = 1.5 * (1 << 20) / total_memory_bytes("cpu")
 CONFIG = load_refit_config(
     configuration(ratio=SMALLEST, connect_s=5.0, stall_s=5.0, silence_s=SILENCE_S, total_s=TOTAL_S)
 )
+GOES_ON = load_refit_config(
+    configuration(
+        ratio=SMALLEST,
+        connect_s=5.0,
+        stall_s=5.0,
+        silence_s=SILENCE_S,
+        total_s=TOTAL_S,
+        on_failure="continue",
+    )
+)
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 POINTS = {  # what an armed actor calls the moment, by side
     "middle": {"policy": "middle", "rollout": "middle"},
@@ -102,11 +112,11 @@ def pool():
 
 
 @contextmanager
-def synchronizer(pool, world):
+def synchronizer(pool, world, config=CONFIG):
     policy, rollout = world
     pool.fill(policy, rollout)
     groups = RayPolicyGroup(pool.policy[:policy]), RayRolloutGroup(pool.rollout[:rollout])
-    made = CheckpointEngineWeightSynchronizer(*groups, CONFIG, progress=False)
+    made = CheckpointEngineWeightSynchronizer(*groups, config, progress=False)
     try:
         made.init_communicator()
         yield made
@@ -244,6 +254,37 @@ def test_a_loader_that_raises_is_reported_and_the_next_refit_arrives(pool, point
         assert error.serving[1] is None
         made.sync_weights()
         assert [pool.served(each) for each in pool.rollout] == [new, new]
+
+
+@pytest.mark.parametrize("how", [KILL, STOP], ids=["killed", "stopped"])
+def test_an_engine_that_is_lost_in_the_transfer_costs_its_own_version_only(pool, how):
+    with synchronizer(pool, TWO, GOES_ON) as made:
+        old = pool.train(1)
+        made.sync_weights()
+        assert [pool.served(each) for each in pool.rollout] == [old, old]
+
+        new = pool.train(2)
+        pool.get(pool.rollout[1].arm.remote("middle", how))
+        started = time.monotonic()
+        report = made.sync_weights()
+        assert time.monotonic() - started < 20
+        assert (report.ok, [each.rank for each in report.failed]) == ((0,), [1])
+        assert report.failed[0].state == "unknown (no answer)"
+        assert pool.served(pool.rollout[0]) == new
+
+        newest = pool.train(3)
+        started = time.monotonic()
+        assert made.sync_weights().ok == (0,)
+        assert time.monotonic() - started < 5
+        assert pool.served(pool.rollout[0]) == newest
+
+        pool.replace("rollout", 1)
+        report = made.replace_rollout(1, pool.rollout[1])
+        assert (report.version, report.ok) == (made.weight_version, (1,))
+        assert [pool.served(each) for each in pool.rollout] == [newest, newest]
+        last = pool.train(4)
+        assert made.sync_weights().failed == ()
+        assert [pool.served(each) for each in pool.rollout] == [last, last]
 
 
 def test_two_refits_from_two_threads_are_one_refit_and_one_refusal(pool):

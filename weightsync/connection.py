@@ -179,9 +179,11 @@ class _Part:
         self._rollout = frozenset(rollout)
 
     def others(self) -> _Part:
-        """Return all workers that are not in this part."""
+        """Return all workers that are not in this part, but for engine hosts that are lost or busy."""
         policy = frozenset(range(self._crew.policy.world_size)) - self._policy
-        return _Part(self._crew, policy, frozenset(self._crew.rollout.rank_prefixes) - self._rollout)
+        missing = {who.rank for who in self._crew.busy() | set(self._crew.lost) if who.side == "rollout"}
+        gone = {self._crew.host_of(rank) for rank in missing}
+        return _Part(self._crew, policy, frozenset(self._crew.rollout.rank_prefixes) - self._rollout - gone)
 
     def submit(
         self, method: str, kwargs: Mapping[str, Any] | None, each: Sequence[Mapping[str, Any]] | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from weightsync.cluster.base import (
@@ -51,14 +51,40 @@ class Deadline:
 
 
 @dataclass(frozen=True)
+class _Departure:
+    """Ranks of one side that have left, and whether those behind them have moved up."""
+
+    gone: frozenset[RankId]
+    moving_up: bool
+
+    def now(self, who: RankId) -> RankId | None:
+        """Return who that is afterwards; `None` if it has left."""
+        first = min(self.gone)
+        if who in self.gone:
+            return None
+        behind = self.moving_up and who.side == first.side and who > first
+        return RankId(who.side, who.rank - len(self.gone)) if behind else who
+
+
+@dataclass(frozen=True)
 class _Call:
     call: PendingCall
     own: Deadline
     """Until when a healthy worker may be waiting in it."""
+    since: list[_Departure] = field(default_factory=list)
+    """Who has left since it was started, with the ranks of that time."""
 
     @property
     def outstanding(self) -> set[RankId]:
-        return {RankId(self.call.side, rank) for rank in self.call.outstanding}
+        ranks = (self.now(rank) for rank in self.call.outstanding)
+        return {who for who in ranks if who is not None}
+
+    def now(self, rank: int) -> RankId | None:
+        """Return who a rank of the call is by now; `None` if it has left."""
+        who: RankId | None = RankId(self.call.side, rank)
+        for departure in self.since:
+            who = departure.now(who) if who is not None else None
+        return who
 
 
 class Crew:
@@ -151,7 +177,7 @@ class Crew:
 
     def _forget_ended(self) -> None:
         # In place: parts of this crew share the list.
-        self._overdue[:] = [overdue for overdue in self._overdue if overdue.call.outstanding]
+        self._overdue[:] = [overdue for overdue in self._overdue if overdue.outstanding]
 
     def settle(self, within_s: float = _SETTLE_S, among: Collection[RankId] | None = None) -> set[RankId]:
         """Give late calls a moment to end; return the ranks that are busy still.
@@ -162,10 +188,12 @@ class Crew:
         """
         deadline = Deadline(within_s)
         while (self.busy() if among is None else self.busy() & set(among)) and deadline.left_s() > 0:
-            for call in [overdue.call for overdue in self._overdue]:
-                late = call.poll(min(0.05, deadline.left_s()))
-                died = {outcome.rank: outcome.error for outcome in late if outcome.rank in call.lost}
-                self.lost.update({RankId(call.side, rank): error for rank, error in died.items() if error})
+            for overdue in list(self._overdue):
+                late = overdue.call.poll(min(0.05, deadline.left_s()))
+                for outcome in late:
+                    who = overdue.now(outcome.rank) if outcome.rank in overdue.call.lost else None
+                    if who is not None and outcome.error is not None:
+                        self.lost[who] = outcome.error
             self._forget_ended()
         return self.busy()
 
@@ -176,20 +204,17 @@ class Crew:
             gone: ranks of one side, contiguous.
             moving_up: the ranks behind them take their numbers, in place of new workers.
         """
-        left = set(gone)
-        self._overdue[:] = [overdue for overdue in self._overdue if not overdue.outstanding <= left]
-        first, count = min(left), len(left) if moving_up else 0
-
-        def moved(who: RankId) -> RankId:
-            return RankId(who.side, who.rank - count) if who.side == first.side and who > first else who
-
-        lost = {moved(who): error for who, error in self.lost.items() if who not in left}
+        departure = _Departure(frozenset(gone), moving_up)
+        for overdue in self._overdue:
+            overdue.since.append(departure)
+        self._forget_ended()
+        lost = {departure.now(who): error for who, error in self.lost.items()}
         self.lost.clear()
-        self.lost.update(lost)
-        if first.side == "rollout":
-            stale = {moved(RankId("rollout", rank)).rank for rank in self.stale if rank != first.rank}
+        self.lost.update({who: error for who, error in lost.items() if who is not None})
+        if min(gone).side == "rollout":
+            stale = [departure.now(RankId("rollout", rank)) for rank in self.stale]
             self.stale.clear()
-            self.stale.update(stale)
+            self.stale.update({who.rank for who in stale if who is not None})
 
     def among(self, hosts: Collection[int]) -> Crew:
         """Return the same crew with some of the engine hosts, named by their first ranks."""

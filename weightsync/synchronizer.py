@@ -197,6 +197,7 @@ class CheckpointEngineWeightSynchronizer:
         """
         with self._changing("replace_rollout", leaving=self._membership.ranks_at(rank)):
             self._membership.replace_rollout(rank, host)
+            self._left_out -= {rank}
             return self._catch_up("replace_rollout", [rank])
 
     def remove_rollout(self, rank: int) -> None:
@@ -208,8 +209,11 @@ class CheckpointEngineWeightSynchronizer:
         Raises:
             WeightSyncError: as for `add_rollout`.
         """
-        with self._changing("remove_rollout", leaving=self._membership.ranks_at(rank)):
+        leaving = self._membership.ranks_at(rank)
+        with self._changing("remove_rollout", leaving=leaving):
             self._membership.remove(rank)
+            left = self._left_out - {rank}
+            self._left_out = frozenset(each - len(leaving) if each > rank else each for each in left)
 
     def replace_policy(self, rank: int, worker: Any) -> None:
         """Put a policy worker in the place of one that died.
@@ -313,18 +317,23 @@ class CheckpointEngineWeightSynchronizer:
         if self._settings.on_failure == "fail":
             self._require_workers(attempt)
             return self._crew
-        absent = [who for who in self._crew.settle() | set(self._crew.lost) if who.side == "rollout"]
+        absent = self._absent()
         hosts = {self._crew.host_of(who.rank) for who in absent}
         present = set(self._crew.rollout.rank_prefixes) - hosts
         self._require_workers(attempt, absent if present else ())
         return self._crew.among(present) if hosts else self._crew
+
+    def _absent(self) -> list[RankId]:
+        """Return the rollout ranks that are known to be lost or busy."""
+        return [who for who in self._crew.settle() | set(self._crew.lost) if who.side == "rollout"]
 
     @contextmanager
     def _changing(self, what: str, leaving: Sequence[RankId] = ()) -> Iterator[None]:
         """Run the block as the only call; a worker's failure in it is a `RefitError`."""
         with self._exclusive(what), self._shown(what):
             self._require_ready(what)
-            self._require_workers(what, leaving)
+            goes_on = self._settings.on_failure == "continue"
+            self._require_workers(what, [*leaving, *(self._absent() if goes_on else ())])
             try:
                 yield
             except StepError as error:
@@ -345,11 +354,15 @@ class CheckpointEngineWeightSynchronizer:
         plan = RefitPlan(
             version=self._published, epoch=self._epoch, connect=None, release=False, partial=True
         )
+        refit = Refit(self._crew.among(hosts), self._settings, plan)
         try:
-            report = Refit(self._crew.among(hosts), self._settings, plan).run()
+            report = refit.run()
         except RefitError:
             self._synced, self._connection.is_due = None, True
             raise
+        finally:
+            self._epoch = refit.epoch
+            self._left_out |= refit.left_out
         _log.info("%s: %s", what, report)
         return replace(report, transport=self.config.transport)
 

@@ -196,7 +196,8 @@ class Refit:
         policy = {RankId("policy", rank) for rank in ranks_of(crew.policy)}
         here = policy | {RankId("rollout", rank) for rank in ranks_of(crew.rollout)}
         patient = [left for who, left in crew.patient().items() if who in here]
-        within_s = min(max(patient, default=0.0) + 1.0, self._deadline.left_s())
+        # A policy worker may need as long as the driver to notice that its peer is gone.
+        within_s = min(max([*patient, self._settings.silence_s]) + 1.0, self._deadline.left_s())
         busy = crew.settle(within_s, here) & here
         failures = [
             driver_failure(who, phase, DeadlineError, "has not ended its part of a failed transfer")
