@@ -20,6 +20,7 @@ import torch
 
 from weightsync.control import Bucket, Link, Release
 from weightsync.control.wires import ClientWire, ServerWire
+from weightsync.engines.bucketed import BucketedCheckpointEngine
 from weightsync.engines.inlet import Inlet
 from weightsync.engines.outlet import Outlet
 
@@ -66,6 +67,16 @@ class Faults:
         """A refit begins here."""
         with self._lock:
             self._counts.clear()
+
+    def connect(self) -> None:
+        """A refit begins here, and its peers are met next.
+
+        Raises:
+            InjectedError: that is the fault.
+        """
+        self.begin()
+        if fault := self.reach("connect"):
+            self.damage_next_frame(fault)
 
     def complete(self) -> None:
         """It has ended well: the next one has as many buckets."""
@@ -145,6 +156,7 @@ def _flipped(data: bytes) -> bytes:
 
 def install() -> None:
     """Put the wrappers into this process."""
+    _wrap(BucketedCheckpointEngine, "_begin_refit", _beginning)
     _wrap(Link, "send", _sending)
     _wrap(Outlet, "publish", _publishing)
     _wrap(Inlet, "_fetch", _fetching)
@@ -159,6 +171,12 @@ def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
         return around(original, self, *arguments, **named)
 
     setattr(owner, name, wrapped)
+
+
+def _beginning(begin: Callable[..., Any], engine: Any, side: str) -> Any:
+    if side == "rollout":  # a trainer has a hook of its own for that
+        FAULTS.connect()
+    return begin(engine, side)
 
 
 def _sending(send: Callable[..., None], link: Link, message: Any) -> None:

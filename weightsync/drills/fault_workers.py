@@ -59,9 +59,7 @@ class DrillTrainer(_Armed, Trainer):
 
     def prepare_weight_send(self) -> None:
         """Begin: nothing is connected yet."""
-        FAULTS.begin()
-        if fault := FAULTS.reach("connect"):
-            FAULTS.damage_next_frame(fault)
+        FAULTS.connect()
 
     def checkpoint_engine_rpc(self, checkpoint_method: str, method_kwargs: Any = None) -> Any:
         """Run one method of the worker protocol."""
@@ -124,10 +122,5 @@ class DrillServer(_Armed, Server):
         return {**super().state(), "refuses": refuses, "committed": committed, "paused": self.worker._paused}
 
     def _reach(self, method: str) -> str:
-        if method == _RECEIVE:
-            FAULTS.begin()
-            if fault := FAULTS.reach("connect"):
-                FAULTS.damage_next_frame(fault)
-            return ""
         phase = {"commit_refit": "commit", "finalize_checkpoint_engine": "finalize"}.get(method, "")
         return FAULTS.reach(phase)
