@@ -164,7 +164,8 @@ def test_a_missing_scope_means_the_defaults(scopes: dict | None) -> None:
 def test_the_defaults_of_the_lifecycle() -> None:
     assert load().lifecycle.model_dump() == {
         "connect_s": 60, "stall_s": 300, "total_s": 3600, "silence_s": 15, "verify": "full",
-        "in_flight": "abort", "allow_missing": [], "allow_unused": [], "poison_released": False,
+        "in_flight": "abort", "on_failure": "fail", "commit": "in_place",
+        "allow_missing": [], "allow_unused": [], "poison_released": False,
     }  # fmt: skip
 
 
@@ -185,8 +186,10 @@ def test_every_setting_arrives() -> None:
         "stall_s": 2.5,
         "total_s": 30,
         "silence_s": 0.5,
-        "verify": "off",
+        "verify": "sample",
         "in_flight": "keep",
+        "on_failure": "continue",
+        "commit": "staged",
         "allow_missing": ["lm_head.*"],
         "allow_unused": ["mtp.*", "*.bias"],
         "poison_released": True,
@@ -465,7 +468,7 @@ def test_a_wrong_value_in_the_nixl_scope(key: str, value: Any, text: str) -> Non
             for value in (0, -1, float("inf"), float("nan"), True, None, "soon")
         ],
         *[
-            ("verify", value, "write 'full' (digests of every bucket) or 'off'")
+            ("verify", value, "write 'full' (digests of every chunk), 'sample' (of one in 16) or 'off'")
             for value in ("none", 1, None)
         ],
         *[("in_flight", value, "write 'abort', 'wait' or 'keep'") for value in ("drop", True, None)],
