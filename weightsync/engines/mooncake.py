@@ -17,10 +17,11 @@ import torch
 from weightsync.control import Bucket
 from weightsync.control.addresses import choose_hosts
 from weightsync.engines.bucketed import BucketedCheckpointEngine
-from weightsync.engines.buffers import allocate_bucket, require_device
+from weightsync.engines.buffers import require_device
 from weightsync.engines.descriptions import read_payload, require_alike, write_payload
 from weightsync.engines.mooncake_session import PROTOCOLS, MooncakeSession, borrow_session, return_session
-from weightsync.engines.transport import SLOTS, BucketTransport, Check, Place
+from weightsync.engines.staged import StagedTransport
+from weightsync.engines.transport import BucketTransport, Check, Place
 from weightsync.engines.waiting import await_reason
 from weightsync.errors import ConfigurationError, DeadlineError, LifecycleError, TransportError
 from weightsync.topology import RankId
@@ -29,7 +30,7 @@ _DRAIN_S = 1.0
 _REASON_S = 1.0
 
 
-class MooncakeTransport(BucketTransport):
+class MooncakeTransport(StagedTransport):
     """Buckets through reads of Mooncake's TransferEngine.
 
     Args:
@@ -40,11 +41,9 @@ class MooncakeTransport(BucketTransport):
     """
 
     def __init__(self, device: torch.device, *, host: str, protocol: str, device_name: str) -> None:
-        self._device = device
+        super().__init__(device)
         self._settings = (host, protocol, device_name)
         self._session: MooncakeSession | None = None
-        self._bucket_size = 0
-        self._buffers: list[torch.Tensor] = []
 
     def allocate(self, bucket_size: int) -> list[torch.Tensor]:
         """Make and register two buffers.
@@ -59,18 +58,11 @@ class MooncakeTransport(BucketTransport):
                 "device: cuda needs a build of Mooncake that knows GPUs: install mooncake-transfer-engine in "
                 "place of mooncake-transfer-engine-non-cuda, or write device: cpu"
             )
-        self._bucket_size = bucket_size
-        for _ in range(SLOTS):
-            self.extend()
-        return list(self._buffers)
+        return super().allocate(bucket_size)
 
-    def extend(self) -> torch.Tensor:
-        """Make and register one more buffer."""
-        session = self._require_session()
-        buffer = allocate_bucket(self._bucket_size, self._device)
-        session.register(buffer)
-        self._buffers.append(buffer)
-        return buffer
+    def register(self, buffer: torch.Tensor) -> None:
+        """Register it with the session."""
+        self._require_session().register(buffer)
 
     def describe(self) -> dict[str, Any]:
         """Return what moves the bytes. Where they are is said of each bucket, see `publish`."""

@@ -14,11 +14,12 @@ import torch
 
 from weightsync.control import Bucket
 from weightsync.engines.bucketed import BucketedCheckpointEngine
-from weightsync.engines.buffers import allocate_bucket, require_device
+from weightsync.engines.buffers import require_device
 from weightsync.engines.descriptions import read_payload, require_fits, write_payload
 from weightsync.engines.nixl_agent import MemoryRegion, NixlAgent, ProgressTicker, backend_params
 from weightsync.engines.nixl_peers import LaterBuffer, NixlPeers
 from weightsync.engines.nixl_pool import borrow_agent, preinit_nixl_agent, return_agent
+from weightsync.engines.staged import StagedTransport
 from weightsync.engines.transport import SLOTS, BucketTransport, Check, Place
 from weightsync.errors import ConfigurationError, LifecycleError
 from weightsync.topology import RankId
@@ -28,7 +29,7 @@ __all__ = ["NIXLCheckpointEngine", "preinit_nixl_agent"]
 _DRAIN_S = 0.02
 
 
-class NixlTransport(BucketTransport):
+class NixlTransport(StagedTransport):
     """Buckets through NIXL reads.
 
     Args:
@@ -38,32 +39,18 @@ class NixlTransport(BucketTransport):
     """
 
     def __init__(self, device: torch.device, backend_name: str, params: Mapping[str, str]) -> None:
-        self._device = device
+        super().__init__(device)
         self._backend_name = backend_name
         self._params = params
         self._agent: NixlAgent | None = borrow_agent(backend_name, params)
         self._ticker = ProgressTicker(self._agent, device)
         self._peers = NixlPeers(self._agent, backend_name)
         self._was_open = False
-        self._bucket_size = 0
-        self._buffers: list[torch.Tensor] = []
         self._registrations: list[Any] = []
 
-    def allocate(self, bucket_size: int) -> list[torch.Tensor]:
-        """Make and register two buffers."""
-        self._bucket_size = bucket_size
-        for _ in range(SLOTS):
-            self.extend()
-        return list(self._buffers)
-
-    def extend(self) -> torch.Tensor:
-        """Make and register one more buffer."""
-        agent = self._require_agent()
-        buffer = allocate_bucket(self._bucket_size, self._device)
-        # One by one, so that what a failure leaves behind is known to `release`.
-        self._registrations.append(agent.register(buffer))
-        self._buffers.append(buffer)
-        return buffer
+    def register(self, buffer: torch.Tensor) -> None:
+        """Register it with the agent."""
+        self._registrations.append(self._require_agent().register(buffer))
 
     def describe(self) -> dict[str, Any]:
         """Return the agent's metadata and the buffers' addresses."""
