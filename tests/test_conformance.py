@@ -88,6 +88,29 @@ class TestMooncake(Fast, EngineConformance):
 
 
 @real_mooncake
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
+class TestMooncakeStar(Fast, TopologyCases):
+    engine = "mooncake"
+    settings = fast(topology="star")
+
+
+@real_mooncake
+@pytest.mark.slow
+class TestMooncakeRing(Fast, TopologyConformance):
+    engine = "mooncake"
+    settings = fast(topology="ring")
+
+
+@real_mooncake
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
+class TestMooncakeTree(Fast, TopologyCases):
+    engine = "mooncake"
+    settings = fast(topology="tree")
+
+
+@real_mooncake
 class TestMooncakeStripes(Fast, TopologyConformance):
     engine = "mooncake"
     settings = fast(topology="stripes")
