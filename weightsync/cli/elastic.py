@@ -48,7 +48,7 @@ def elastic_demo(
                         "shared": {
                             "update_weights_bucket_memory_ratio": 0.0005,
                             "topology": topology,
-                            **({} if transport == "kimi_ckpt_engine" else {"device": "cpu"}),
+                            "device": "cpu",
                         }
                     },
                     "refit_lifecycle": {"connect_s": 20, "stall_s": 20, "total_s": 60, "silence_s": 4},
