@@ -264,7 +264,7 @@ def test_a_run_prints_json_and_draws(tmp_path) -> None:
         assert each["ratio"] == each["copies"][0] / each["refits"][0] > 0
         assert {"pack", "wait"} <= set(each["phases"]["policy"])
         assert {"receive", "fetch", "load"} <= set(each["phases"]["rollout"])
-        assert 2 * MIB <= each["extra_bytes"] < 2 * model_bytes(1)
+        assert 2 * MIB <= each["extra_bytes"] < 3 * model_bytes(1)
     assert "serves other bytes than the policy has" in flipping["error"]
 
 

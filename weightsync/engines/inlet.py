@@ -6,7 +6,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -311,16 +311,17 @@ def require_digests(bucket: Bucket, data: torch.Tensor, is_checked: Callable[[Ch
     Raises:
         DigestError: bytes came changed.
     """
-    chunks = unpack_bucket(data, metas_of(bucket))
-    for entry, (meta, chunk) in zip(bucket.chunks, chunks, strict=True):
-        if is_checked(entry) and digest_bytes(chunk) != entry.digest:
+    checked = [entry for entry in bucket.chunks if is_checked(entry)]
+    chunks = unpack_bucket(data, metas_of(checked))
+    for entry, (meta, chunk) in zip(checked, chunks, strict=True):
+        if digest_bytes(chunk) != entry.digest:
             raise DigestError(
                 f"bytes {meta.chunk_offset} to {meta.chunk_offset + meta.chunk_size} arrived changed",
                 tensor=meta.name, bucket=bucket.seq,
             )  # fmt: skip
 
 
-def metas_of(bucket: Bucket) -> list[TensorMeta]:
+def metas_of(chunks: Iterable[ChunkEntry]) -> list[TensorMeta]:
     """Return the chunks' descriptions, as `unpack_bucket` takes them."""
     return [
         TensorMeta(
@@ -331,5 +332,5 @@ def metas_of(bucket: Bucket) -> list[TensorMeta]:
             chunk_size=entry.chunk_size,
             offset=entry.offset,
         )
-        for entry in bucket.chunks
+        for entry in chunks
     ]

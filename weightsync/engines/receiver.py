@@ -145,7 +145,7 @@ class BucketReceiver:
             self._manifest_check(manifest)
 
     def _chunks(self, arrived: Arrived) -> list[Chunk]:
-        return unpack_bucket(arrived.data, metas_of(arrived.bucket))
+        return unpack_bucket(arrived.data, metas_of(arrived.bucket.chunks))
 
     def _digests(self, arrived: Arrived) -> dict[str, int]:
         chunks = arrived.bucket.chunks
