@@ -111,8 +111,8 @@ class _LocalCaller:
 def _run_jobs(mailbox: queue.SimpleQueue[_Job | None]) -> None:
     while (job := mailbox.get()) is not None:
         job()
-        # Held until the next one, it could be the last reference to a worker, whose tensors would then be freed
-        # in this thread while the interpreter ends: torch aborts the process there.
+        # Held until the next one, it could be the last reference to a worker, whose tensors would be freed in
+        # this thread while the interpreter ends: torch aborts the process there.
         del job
 
 
