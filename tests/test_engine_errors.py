@@ -676,7 +676,9 @@ def damaged_metadata(policy, rollout):
         "metadata of policy rank 0 are damaged: they lack agent, slots": [
             damaged(policy, transport={"backend": "UCX", "metadata": whole}), rollout,
         ],
-        "metadata of policy rank 0 are damaged: they are another agent's": [transport(agent="preinit-1-0"), rollout],
+        "metadata of policy rank 0 are damaged: they are another agent's": [
+            transport(agent="preinit-1-0"), rollout,
+        ],
         "card must hold": [damaged(policy, control={"name": "x"}), rollout],
     }  # fmt: skip
 

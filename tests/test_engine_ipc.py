@@ -140,9 +140,7 @@ def test_what_cannot_be_fetched_says_why(sender, receiver):
     with pytest.raises(LifecycleError, match="not connected to policy rank 0"):
         receiver.fetch(POLICY, bucket(0), 0, **WAIT)
     receiver.connect(from_policy(sender.describe()))
-    with pytest.raises(
-        ProtocolError, match=f"bucket 7 has {SIZE + 1} bytes, and is larger than"
-    ):
+    with pytest.raises(ProtocolError, match=f"bucket 7 has {SIZE + 1} bytes, and is larger than"):
         receiver.fetch(POLICY, bucket(0, SIZE + 1), 0, **WAIT)
     for payload in (b"", b"\x01", msgspec.msgpack.encode({"type": "memory", "pid": "x"})):
         with pytest.raises(ProtocolError, match="named buffer 2 and did not tell where it is"):

@@ -32,8 +32,8 @@ _ABOUT_A_PEER = {cls.__name__ for cls in (PeerLostError, DeadlineError, Transpor
 class Serving:
     """What one rollout rank says that it serves; ``reached`` is false if it could not say.
 
-    ``held`` is set where the engine host stays paused, because its caches may be of other weights; ``highest``
-    is the highest version that was ever committed there.
+    ``held`` is set where the engine host stays paused, because its caches may be of other weights;
+    ``highest`` is the highest version that was ever committed there.
     """
 
     version: int | None = None

@@ -44,8 +44,8 @@ class Topology:
         name: one of `TOPOLOGIES`.
         train_world_size: number of policy workers.
         rollout_world_size: number of rollout workers, over all engines.
-        edges: every connection, senders' ranks in order. Each rollout rank that takes part is at the end of at
-            least one.
+        edges: every connection, senders' ranks in order. Each rollout rank that takes part is at the end of
+            at least one.
         owners: number of shares that the stream is cut into. With 1, every policy rank that sends sends all
             of it; with more, policy rank *i* sends share *i* to each rollout rank.
         reason: why `AUTO` chose it; else empty.

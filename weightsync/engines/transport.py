@@ -108,13 +108,13 @@ class BucketTransport(ABC):
         They are in the local buffer ``slot``; with `in_place`, in the source's memory.
         """
 
-    def settle(self, slot: int, *, timeout_s: float, check: Check) -> None:  # noqa: B027 - optional
-        """Wait until a published buffer may be filled again; every target has released it already."""
-
     @property
     def settles(self) -> bool:
         """Whether `settle` may have to wait."""
         return type(self).settle is not BucketTransport.settle
+
+    def settle(self, slot: int, *, timeout_s: float, check: Check) -> None:  # noqa: B027 - optional
+        """Wait until a published buffer may be filled again; every target has released it already."""
 
     @abstractmethod
     def shut(self) -> None:
