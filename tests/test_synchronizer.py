@@ -762,7 +762,7 @@ def test_peers_of_a_rank_that_failed_before_its_send_get_time_to_hear_of_it():
 
 
 def test_a_rank_that_still_waits_for_its_peer_is_busy_but_no_suspect():
-    job = Job(total_s=60.0, connect_s=30.0)
+    job = Job(total_s=2.5, connect_s=30.0)
     wake = threading.Event()
     job.policy[0].script[SEND] = raising(ValueError("cannot load the weights"))
     job.hosts[1].script[UPDATE] = lambda kwargs: wake.wait(20)
@@ -773,6 +773,21 @@ def test_a_rank_that_still_waits_for_its_peer_is_busy_but_no_suspect():
         assert advice in str(error)
         assert "replace" not in str(error)
     wake.set()
+    job.hosts[1].script.clear()
+    job.policy[0].script.clear()
+    assert job.synchronizer.sync_weights().version == 1
+
+
+def test_a_host_that_waits_for_a_lost_peer_is_resumed_once_it_has_given_up():
+    job = Job(total_s=30.0, connect_s=8.0)
+    job.policy[0].script[SEND] = raising(ValueError("cannot load the weights"))
+    job.hosts[1].script[UPDATE] = lambda kwargs: threading.Event().wait(1.5)  # each of its two ranks
+    error = job.fail()
+    assert "policy rank 0" in str(error)
+    assert 1.0 < job.took_s < 10
+    for host in ("host 0", "host 1"):
+        assert job.steps_of(host)[-1] == "resume"
+        assert job.steps_of(host).count("reset_caches") == 1
     job.hosts[1].script.clear()
     job.policy[0].script.clear()
     assert job.synchronizer.sync_weights().version == 1

@@ -75,7 +75,7 @@ def ranks_to_blame(failures: Sequence[Failure], lost: Iterable[RankId]) -> set[i
     if first_hand:
         return first_hand
     complaints = by_distance.get(Distance.ABOUT_A_PEER, [])
-    accused = {rank for failure in complaints for rank in _accused_by(failure)}
+    accused = {rank for failure in complaints for rank in accused_by(failure)}
     if accused:
         return accused
     if any(failure.who.side == "policy" for failure in complaints):
@@ -83,6 +83,7 @@ def ranks_to_blame(failures: Sequence[Failure], lost: Iterable[RankId]) -> set[i
     return {failure.who.rank for failure in complaints}
 
 
-def _accused_by(failure: Failure) -> set[int]:
+def accused_by(failure: Failure) -> set[int]:
+    """Return the rollout rank that a rank complains about, if it is one."""
     found = _ROLLOUT_RANK.fullmatch(failure.record.context.peer or "")
     return {int(found[1])} if found else set()

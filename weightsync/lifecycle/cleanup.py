@@ -14,6 +14,7 @@ from weightsync.crew import Crew, Deadline
 from weightsync.errors import WeightSyncError
 from weightsync.failures import Serving
 from weightsync.lifecycle.plan import Progress, RefitPlan
+from weightsync.topology import RankId
 
 _MAX_STEPS = 8  # fence, status, reset, offload, finalize, resume twice, and status once more
 _LEAST_STEP_S = 0.25
@@ -62,8 +63,11 @@ class Cleanup:
         wrote = {crew.host_of(rank) for rank in ranks_of(crew.rollout) if self._may_be_written(rank)}
         unasked = set(crew.rollout.rank_prefixes) - progress.asked_to_reset
         crew.stale.difference_update(unasked - wrote - stale_before)
-        if wrote & unasked:
-            self.failures.extend(self.reset_caches(crew.among(wrote & unasked), self.left_s()))
+        # One that is busy could not say that it did: it is asked once it has ended what it is in.
+        here = {RankId("rollout", rank) for rank in ranks_of(crew.rollout)}
+        busy = {crew.host_of(who.rank) for who in crew.busy() & here}
+        if asked := (wrote & unasked) - busy:
+            self.failures.extend(self.reset_caches(crew.among(asked), self.left_s()))
 
     def ask_serving(self, crew: Crew) -> None:
         """Ask every rollout rank what it serves; busy and dead ones count as not reached."""

@@ -25,12 +25,14 @@ from weightsync.config import RefitLifecycle
 from weightsync.crew import Crew, Deadline, StepError, require_complete
 from weightsync.errors import DeadlineError, ProtocolError, RefitError, WeightSyncError
 from weightsync.failures import Serving, list_ranks, refit_error
-from weightsync.lifecycle.casualties import Casualties
+from weightsync.lifecycle.casualties import Casualties, accused_by
 from weightsync.lifecycle.cleanup import Cleanup, refusals
 from weightsync.lifecycle.plan import Progress, RefitPlan
 from weightsync.lifecycle.steps import Steps, as_step_error
 from weightsync.report import LeftOut, RankFigures, RefitReport
 from weightsync.topology import RankId
+
+_MOMENT_S = 1.0
 
 
 class Refit:
@@ -96,7 +98,10 @@ class Refit:
             self._contain(self._crew, f"{self._plan} was interrupted")
             raise
         finally:
-            self._resume(self._crew if failures or not self._progress.published else self._casualties.left)
+            whole = bool(failures) or not self._progress.published
+            self._resume(self._crew if whole else self._casualties.left)
+            if whole:
+                self._put_the_late_right(failures)
         failures = failures or self._settle_the_rest()
         if failures:
             failed, cause = self._error(failures)
@@ -271,6 +276,25 @@ class Refit:
             self._cleanup.resume(crew)
         if self._paused_at is not None:
             self._paused_s = time.perf_counter() - self._paused_at
+
+    def _put_the_late_right(self, failures: list[Failure]) -> None:
+        """Resume the hosts that could not be asked before, once they have ended what they were in.
+
+        A healthy rank waits out its own ``connect_s`` for a peer that is gone. One that a peer calls lost is
+        not waited for.
+        """
+        gone = {rank for failure in failures for rank in accused_by(failure)}
+        left = self._crew.patient()
+        late = {who for who in left if who.side == "rollout" and who.rank not in gone}
+        if not late or not self._progress.paused:
+            return
+        within_s = min(max(left[who] for who in late) + _MOMENT_S, self._deadline.left_s())
+        still = {who for who in self._crew.settle(within_s, late) if who.side == "rollout"}
+        busy = {self._crew.host_of(who.rank) for who in still}
+        if hosts := {self._crew.host_of(who.rank) for who in late} - busy:
+            crew = self._crew.among(hosts)
+            self._contain(crew, f"{self._plan} failed while this rank waited for a peer")
+            self._cleanup.resume(crew)
 
     def _settle_the_rest(self) -> list[Failure]:
         """Put right those that were left out, once the others serve; returns what fails the refit anyhow."""
