@@ -285,10 +285,11 @@ class Refit:
         """
         gone = {rank for failure in failures for rank in accused_by(failure)}
         left = self._crew.patient()
-        late = {who for who in left if who.side == "rollout" and who.rank not in gone}
+        late = {who for who in self._crew.busy() if who.side == "rollout" and who.rank not in gone}
         if not late or not self._progress.paused:
             return
-        within_s = min(max(left[who] for who in late) + _MOMENT_S, self._deadline.left_s())
+        # A moment also for those whose time has run out meanwhile: they are about to end.
+        within_s = min(max(left.get(who, 0.0) for who in late) + _MOMENT_S, self._deadline.left_s())
         still = {who for who in self._crew.settle(within_s, late) if who.side == "rollout"}
         busy = {self._crew.host_of(who.rank) for who in still}
         if hosts := {self._crew.host_of(who.rank) for who in late} - busy:
