@@ -43,7 +43,7 @@ def _summary(result: BenchResult) -> str:
 def _figures(result: BenchResult, ran: Iterable[Measurement]) -> Table:
     table = Table(box=SIMPLE_HEAD, collapse_padding=True)
     table.add_column("what", no_wrap=True)
-    for column in ("GB", "s", "GB/s", "ratio", "of each refit", "extra MiB"):
+    for column in ("GB", "s", "GB/s", "ratio", "range", "extra MiB"):
         table.add_column(column, justify="right", no_wrap=True)
     seconds = result.copy_seconds
     if seconds is not None:
