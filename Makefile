@@ -23,7 +23,7 @@ found || echo "setup: the tests of Mooncake will be skipped: they need libibverb
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-tiny test test-quick lint bench clean
+.PHONY: help setup demo demo-tiny test test-all test-quick lint bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##  */\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -59,7 +59,10 @@ demo: setup  ## GRPO on a real SmolLM2-135M: FSDP2 workers refit vLLM over NIXL 
 demo-tiny: setup  ## the same on a tiny random model, in about a minute
 	$(BIN)/weightsync demo --config examples/grpo/tiny-qwen3.yaml
 
-test: setup  ## the whole suite
+test: setup  ## the suite
+	$(BIN)/pytest -m "not exhaustive"
+
+test-all: setup  ## the same, and further variants of what it covers (about half an hour)
 	$(BIN)/pytest
 
 test-quick: setup  ## what needs no engine processes and no more than a few seconds a test

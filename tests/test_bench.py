@@ -268,6 +268,7 @@ def test_a_run_prints_json_and_draws(tmp_path) -> None:
     assert "serves other bytes than the policy has" in flipping["error"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.nixl
 @pytest.mark.ray
@@ -279,6 +280,7 @@ def test_the_baselines_run_and_are_shown_as_a_table() -> None:
     assert "FAILED" not in done.stdout
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_that_is_stopped_leaves_no_process_behind(number: signal.Signals) -> None:

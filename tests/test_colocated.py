@@ -554,6 +554,7 @@ def test_no_policy_rank_is_left_in_a_collective(cluster, tmp_path):
         assert synchronizer.sync_weights().version == 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.vllm

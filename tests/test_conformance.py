@@ -40,6 +40,7 @@ class TestNixl(Fast, EngineConformance):
     engine = "nixl"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.nixl
 class TestNixlStar(Fast, TopologyConformance):
     engine = "nixl"
@@ -68,6 +69,7 @@ class TestIPC(Fast, EngineConformance):
     engine = "ipc"
 
 
+@pytest.mark.exhaustive
 class TestIPCStar(Fast, TopologyConformance):
     engine = "ipc"
     settings = fast(topology="star")
@@ -87,6 +89,7 @@ class TestMooncake(Fast, EngineConformance):
     engine = "mooncake"
 
 
+@pytest.mark.exhaustive
 @real_mooncake
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
@@ -102,6 +105,7 @@ class TestMooncakeRing(Fast, TopologyConformance):
     settings = fast(topology="ring")
 
 
+@pytest.mark.exhaustive
 @real_mooncake
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")

@@ -510,6 +510,7 @@ def message_of(case):
     return " ".join(f"{each.get('message')}\n{each.text}" for each in failed if each is not None)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_an_honest_engine_passes_all_of_it(results):
     honest = {test: message for (cls, test), message in results.items() if cls == "TestHonest"}
@@ -527,6 +528,7 @@ def test_an_honest_engine_passes_all_of_it(results):
     assert len(honest) > 60
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_broken_engine_fails(results, broken):

@@ -158,6 +158,7 @@ def test_without_refit_the_difference_grows_and_the_run_says_why(cache, tmp_path
     assert run.leaked == []
 
 
+@pytest.mark.exhaustive
 def test_an_interrupted_run_takes_its_processes_along(cache, tmp_path):
     output = tmp_path / "out"
     process, mark = start(cache, output, "--steps", "1000")

@@ -223,9 +223,8 @@ def test_a_hundred_refits_leave_nothing_behind():
         last = repeated(crew, 100)
         assert sorted(os.listdir("/dev/shm")) == shm
         for before, after in zip(first, last, strict=True):
-            assert (after["fds"], after["threads"], after["sockets"]) == (
-                before["fds"], before["threads"], before["sockets"],
-            )  # fmt: skip
+            assert (after["fds"], after["sockets"]) == (before["fds"], before["sockets"])
+            assert after["threads"] <= before["threads"]
             assert after["rss"] - before["rss"] < 24 * MIB
 
 

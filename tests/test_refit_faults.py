@@ -202,11 +202,11 @@ def check(seen, side, rank, how):
 ONE, TWO = (2, 1), (2, 2)
 CASES = [
     (ONE, "policy", 0, "middle", KILL),
-    (ONE, "policy", 1, "middle", STOP),
+    pytest.param(ONE, "policy", 1, "middle", STOP, marks=pytest.mark.exhaustive),
     (ONE, "rollout", 0, "end", KILL),
-    (TWO, "policy", 1, "end", KILL),
+    pytest.param(TWO, "policy", 1, "end", KILL, marks=pytest.mark.exhaustive),
     (TWO, "rollout", 1, "middle", STOP),
-    (TWO, "policy", 0, "before", STOP),
+    pytest.param(TWO, "policy", 0, "before", STOP, marks=pytest.mark.exhaustive),
     (TWO, "rollout", 1, "answer", KILL),
 ]
 

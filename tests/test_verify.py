@@ -75,6 +75,7 @@ def test_a_dropped_tensor_is_refused_by_name_before_anything_is_written() -> Non
     assert "layers.1.mlp.down_proj.weight" in result.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.ray
