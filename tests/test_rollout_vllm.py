@@ -97,7 +97,7 @@ def test_experts_may_come_fused(equal):
 
 def test_a_line_for_each_update(equal):
     lines = [line for line in equal[1].splitlines() if line.startswith("[vLLM refit] Loaded ")]
-    assert len(lines) == 10
+    assert len(lines) == 11  # one of them of a staged update
     assert "Loaded 25 tensors in 1 batches via checkpoint engine; bytes=853504 total=" in lines[2]
 
 
