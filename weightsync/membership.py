@@ -113,10 +113,8 @@ class Membership:
 
 
 def _elastic(group: WorkerGroup) -> ElasticGroup:
-    methods: list[Callable[..., Any] | None] = [
-        getattr(group, name, None) for name in ("replace", "add" if group.side == "rollout" else "replace")
-    ]
-    if None in methods:
+    needed = ("add", "replace") if group.side == "rollout" else ("replace",)
+    if any(getattr(group, name, None) is None for name in needed):
         raise ConfigurationError(
             f"the {group.side} group {type(group).__name__} has fixed workers: see weightsync.cluster.base."
             f"ElasticGroup for what it needs, or make a new synchronizer"

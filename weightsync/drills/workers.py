@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from weightsync.digests import WeightDigest
 from weightsync.policy import PolicyCheckpointEngineMixin, preinit_checkpoint_engine, weight_stream_from
 from weightsync.rollout.module import ModuleRolloutWorker
-from weightsync.tensors import flat_bytes
 
 
 def make_model(layers: int, width: int, seed: int) -> torch.nn.Module:
@@ -20,14 +20,8 @@ def make_model(layers: int, width: int, seed: int) -> torch.nn.Module:
 
 
 def digest_of(model: torch.nn.Module) -> str:
-    """Return a digest of all names, shapes, dtypes and bytes of a module, in their order."""
-    import xxhash
-
-    digest = xxhash.xxh3_128()
-    for name, tensor in model.state_dict().items():
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(flat_bytes(tensor).numpy().data)
-    return digest.hexdigest()
+    """Return a digest of all names, shapes, dtypes and bytes of a module."""
+    return WeightDigest.of(model.state_dict().items()).total()
 
 
 class Trainer(PolicyCheckpointEngineMixin):

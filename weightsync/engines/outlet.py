@@ -70,16 +70,19 @@ class Outlet:
             self._slots.share(bucket.slot, len(self.links))
 
         self._refit.watch.wake(enter)
-        self._tell(bucket)
+        self.tell(bucket)
 
     def tell(self, message: Message) -> None:
         """Tell every target."""
-        self._tell(message)
+        if self._refit.shelf is not None:
+            self._refit.shelf.said.append(message)
+        for link in self.links:
+            link.send(message)
 
     def tell_last(self, message: Message) -> None:
         """Tell every target the last that it will hear: now it may say that it has loaded everything."""
         self._all_told = True
-        self._tell(message)
+        self.tell(message)
 
     def take_in(self) -> bool | None:
         """Take in what the targets have said; `True` if anything, else `None`. To be called by a watch.
@@ -107,12 +110,6 @@ class Outlet:
             raise ProtocolError("no target is waited for", phase=phase)
         kind: type[Message] = Release if given is not None else Complete
         return late.overdue(kind, phase=phase, waited_s=waited_s)
-
-    def _tell(self, message: Message) -> None:
-        if self._refit.shelf is not None:
-            self._refit.shelf.said.append(message)
-        for link in self.links:
-            link.send(message)
 
     def _next_of(self, link: Link) -> Release | Complete | None:
         return link.poll(*_ANSWERS, phase="waiting for the receivers")
