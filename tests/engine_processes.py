@@ -29,7 +29,32 @@ def stop_forkserver() -> None:
     forkserver._forkserver._stop()
 
 
-class Remote:
+class PipedProcess:
+    """A process that is driven by a pipe."""
+
+    def launch(self, context, target, *args) -> None:
+        """Start ``target(pipe, *args)``."""
+        self._pipe, far = context.Pipe()
+        self.process = context.Process(target=target, args=(far, *args), daemon=True)
+        self.process.start()
+        far.close()
+
+    def go_on(self) -> None:
+        """End the wait that the process was told to come to."""
+        self._pipe.send("go on")
+
+    def signal(self, what: signal.Signals) -> None:
+        os.kill(self.process.pid, what)
+
+    def close(self) -> None:
+        """End the process, whatever state it is in."""
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join(10)
+        self._pipe.close()
+
+
+class Remote(PipedProcess):
     """One engine in one process.
 
     Args:
@@ -42,11 +67,7 @@ class Remote:
 
     def __init__(self, role: str, rank: int = 0, *, env=None, gloo=None, **settings) -> None:
         self.role, self.rank = role, rank
-        self._pipe, far = _CONTEXT.Pipe()
-        arguments = (far, role, rank, env or {}, gloo, {**QUICK, **settings})
-        self.process = _CONTEXT.Process(target=_serve, args=arguments, daemon=True)
-        self.process.start()
-        far.close()
+        self.launch(_CONTEXT, _serve, role, rank, env or {}, gloo, {**QUICK, **settings})
 
     def call(self, command: str, timeout_s: float = 30.0, **kwargs):
         """Run a command in the process; returns what it returns."""
@@ -65,20 +86,6 @@ class Remote:
     def wait_until_held(self, timeout_s: float = 20.0) -> None:
         """Wait until a refit has come to the place where it was told to wait."""
         assert self._next(timeout_s) == ("held", None)
-
-    def go_on(self) -> None:
-        """End that wait."""
-        self._pipe.send("go on")
-
-    def signal(self, what: signal.Signals) -> None:
-        os.kill(self.process.pid, what)
-
-    def close(self) -> None:
-        """End the process, whatever state it is in."""
-        if self.process.is_alive():
-            self.process.kill()
-        self.process.join(10)
-        self._pipe.close()
 
     def prepare(self):
         return self.call("prepare")

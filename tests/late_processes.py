@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
-import signal
 import time
-from multiprocessing import forkserver
 
 import torch
 
 from tests.engine_crew import MIB, assert_same, make_engine, some_weights
+from tests.engine_processes import PipedProcess
 from weightsync.engines.kimi import KimiCheckpointEngine
 from weightsync.errors import ErrorRecord
 
@@ -19,20 +18,12 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "weightsync.engines.kimi", "tests.engine_crew"])
 
 
-def stop_forkserver() -> None:
-    """End the process that the workers are forked from."""
-    forkserver._forkserver._stop()
-
-
-class Remote:
+class Remote(PipedProcess):
     """One engine in one process; ``rank`` counts on its side."""
 
     def __init__(self, side: str, rank: int, **settings) -> None:
         self.name = f"{side} rank {rank}"
-        self._pipe, far = _CONTEXT.Pipe()
-        self.process = _CONTEXT.Process(target=_serve, args=(far, side, rank, settings), daemon=True)
-        self.process.start()
-        far.close()
+        self.launch(_CONTEXT, _serve, side, rank, settings)
 
     def start(self, command: str, **kwargs) -> Remote:
         self._pipe.send((command, kwargs))
@@ -53,19 +44,6 @@ class Remote:
     @property
     def has_spoken(self) -> bool:
         return self._pipe.poll(0)
-
-    def go_on(self) -> None:
-        self._pipe.send("go on")
-
-    def signal(self, what: signal.Signals) -> None:
-        os.kill(self.process.pid, what)
-
-    def close(self) -> None:
-        """End the process, whatever state it is in."""
-        if self.process.is_alive():
-            self.process.kill()
-        self.process.join(10)
-        self._pipe.close()
 
 
 class Group:

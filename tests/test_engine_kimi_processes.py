@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from tests.late_processes import Group, Remote, stop_forkserver
+from tests.engine_processes import stop_forkserver
+from tests.late_processes import Group, Remote
 
 pytestmark = pytest.mark.slow
 MIB = 1 << 20
