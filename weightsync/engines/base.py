@@ -7,13 +7,14 @@ them have defaults that do nothing, so a plugin that knows only the abstract one
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
 from weightsync.errors import ConfigurationError
-from weightsync.tensors import WeightManifest
+from weightsync.layout.tables import RankTable
+from weightsync.tensors import TensorSpec, WeightManifest
 
 CAPABILITIES: Mapping[str, str] = {
     "processes": "its workers may be in processes of their own",
@@ -23,6 +24,45 @@ CAPABILITIES: Mapping[str, str] = {
     "latecomers": "a worker that comes after a refit is given its weights without another one",
 }
 """What an engine is expected to do, unless it says in `CheckpointEngine.lacks` why it cannot."""
+
+
+class RankMemory(Protocol):
+    """A rank's part in a refit by regions: what it holds or stores, and the memory itself."""
+
+    @property
+    def table(self) -> RankTable:
+        """Which boxes of which tensors this rank has, in which of its storages."""
+
+    def storage(self, index: int) -> torch.Tensor | None:
+        """Return the live memory of a storage of the table, flat and contiguous, in the storage's dtype.
+
+        The same memory from one refit to the next, as far as it can be. On the rollout side `None` means that
+        the storage is handed over in a `ParameterBatch`, because what is served is made from it.
+        """
+
+
+class ParameterBatch(list[tuple[str, torch.Tensor]]):
+    """Parameters as a rollout rank stores them: whole, in its own shape, under its own names.
+
+    An engine that moves regions yields these beside batches of named tensors. It may be empty: then what has
+    arrived is already in place.
+
+    Args:
+        parameters: name and content of storages of the rank's `RankTable`.
+        arrived: the tensors of the manifest of which this rank has all its share now, if it has any.
+        nbytes: that came for them.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, torch.Tensor]] = (),
+        *,
+        arrived: Sequence[TensorSpec] = (),
+        nbytes: int = 0,
+    ) -> None:
+        super().__init__(parameters)
+        self.arrived = tuple(arrived)
+        self.nbytes = nbytes
 
 
 class CheckpointEngine(ABC):
@@ -38,6 +78,12 @@ class CheckpointEngine(ABC):
 
     manifest_check: Callable[[WeightManifest], None] | None = None
     """Set by the receiver: called with the manifest before the first batch; raises to refuse the refit."""
+
+    before_writing: Callable[[], None] | None = None
+    """Set by the receiver: called before the first byte is written into memory that is served."""
+
+    writes_in_place: bool = True
+    """Set by the receiver: whether memory that is served may be written into; else all is handed over."""
 
     @abstractmethod
     def prepare(self) -> Any:
@@ -105,6 +151,17 @@ class CheckpointEngine(ABC):
         """
 
     # Optional hooks.
+
+    def use_memory(self, memory: RankMemory | None) -> None:
+        """Learn, before `prepare`, what this rank holds or stores, so as to move regions; `None` undoes it.
+
+        Raises:
+            ConfigurationError: this engine moves whole tensors only.
+        """
+        if memory is not None:
+            raise ConfigurationError(
+                f"{type(self).__name__} moves whole tensors only: write shard_weights: none"
+            )
 
     def refuses(self, *, train_world_size: int, rollout_world_size: int) -> str | None:
         """Return why this engine, as it is configured, cannot connect so many workers; `None` if it can."""
