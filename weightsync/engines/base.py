@@ -30,6 +30,10 @@ class RankMemory(Protocol):
     """A rank's part in a refit by regions: what it holds or stores, and the memory itself."""
 
     @property
+    def manifest(self) -> WeightManifest:
+        """Every tensor of the stream, whether it is moved by regions or not."""
+
+    @property
     def table(self) -> RankTable:
         """Which boxes of which tensors this rank has, in which of its storages."""
 

@@ -101,6 +101,8 @@ class RankTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return table
 
     def _check(self) -> None:
+        if len({storage.name for storage in self.storages}) < len(self.storages):
+            raise ConfigurationError("a peer's layout is damaged: two storages have one name")
         ways = len(self.pattern_of) == len(self.slots)
         known = all(index < len(self.patterns) for index in self.pattern_of)
         if not ways or not known:
