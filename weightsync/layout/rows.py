@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from weightsync.layout.descriptors import Compiler, Descriptors
+from weightsync.layout.descriptors import Compiler
 from weightsync.layout.pieces import ABSENT, Layout
 from weightsync.layout.plan import CopyGroup, ReshardPlan
 from weightsync.layout.regions import Ints
@@ -77,8 +77,8 @@ class Rows:
     def in_order(self) -> Rows:
         """Return the rows in the order that both ends agree on."""
         order = np.lexsort(
-            (self.nbytes, self.target_offset, self.target_storage, self.source_offset, self.source_storage,
-             self.source, self.key)
+            (self.target_offset, self.target_storage, self.source_step, self.count, self.nbytes,
+             self.source_offset, self.source_storage, self.source, self.key)
         )  # fmt: skip
         return self.select(order)
 
