@@ -18,7 +18,8 @@ from weightsync.rollout.vllm.regions import Cover, Region, first_index, last_ind
 from weightsync.rollout.vllm.tracer import Write
 from weightsync.tensors import WeightManifest, dtype_from_name, dtype_name
 
-_CASTABLE = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
+CASTABLE = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
+"""Dtypes among which a copy may cast."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,10 @@ class CoverageReport:
     """Everything that the loader wrote."""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Of the parameters, before any processing."""
+    absent: list[str] = field(default_factory=list)
+    """Tensors that this rank rightly reads nothing of: other ranks of its engine do."""
+    experts: frozenset[str] = frozenset()
+    """Parameters of routed experts."""
 
 
 def build_report(
@@ -160,7 +165,7 @@ def _account_dtypes(report: CoverageReport, writes: list[Write]) -> None:
         if source is None or source == target:
             continue
         text = f"{dtype_name(source)} to {dtype_name(target)}"
-        accepted = {source, target} <= _CASTABLE
+        accepted = {source, target} <= CASTABLE
         for name in write.sources:
             (report.casts if accepted else report.mistyped)[name] = text
 

@@ -8,7 +8,7 @@ computed from a tensor (a transform) is followed through its operations, without
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ class Write:
     """The region of the one source that was copied; `None` after a transform."""
     source_dtype: torch.dtype | None
     target_dtype: torch.dtype
+    fill: float | None = None
+    """The constant, where it is one and known."""
 
 
 class LoadTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -75,7 +77,8 @@ class LoadTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if name is None:
                 self._derive(target, names | self._lineage([target]))
             elif names or func in _FILLS:
-                self.writes.append(self._write(func, name, target, givers, names))
+                write = self._write(func, name, target, givers, names)
+                self.writes.append(write if names else replace(write, fill=_constant(func, args)))
 
     def _write(
         self, func: Any, name: str, target: torch.Tensor, givers: list[torch.Tensor], names: frozenset[str]
@@ -117,6 +120,12 @@ class LoadTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 names.add(self._sources[key])
             names |= self._derived.get(key, frozenset())
         return frozenset(names)
+
+
+def _constant(func: Any, args: tuple[Any, ...]) -> float | None:
+    if func is torch.ops.aten.zero_.default:
+        return 0.0
+    return float(args[1]) if func is torch.ops.aten.fill_.Scalar else None
 
 
 def _written(func: Any, args: tuple[Any, ...]) -> Iterator[torch.Tensor]:

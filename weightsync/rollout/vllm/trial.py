@@ -29,6 +29,11 @@ class TrialModel:
         self._model = _build_on_meta(self._config)
         self._place = rank_place(vllm_config)
 
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """The parameters by name, each storage once: shapes before any processing, and no memory."""
+        return dict(self._model.named_parameters())
+
     def try_manifest(self, manifest: WeightManifest) -> CoverageReport:
         """Run ``load_weights`` on tensors of the manifest's shapes, and report what it did."""
         from vllm.config import set_current_vllm_config
@@ -38,9 +43,22 @@ class TrialModel:
         tracer = LoadTracer(targets, sources)
         with set_current_vllm_config(self._config), torch.device("meta"), torch.no_grad(), tracer:
             refused = _feed(self._model, sources)
-        return build_report(
-            manifest, tracer.writes, dict(self._model.named_parameters()), refused, self._place
-        )
+        report = build_report(manifest, tracer.writes, self.parameters, refused, self._place)
+        report.experts = expert_parameters(self._model)
+        return report
+
+
+def expert_parameters(model: torch.nn.Module) -> frozenset[str]:
+    """Return the names of the parameters that hold routed experts."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    return frozenset(
+        f"{prefix}.{name}"
+        for prefix, module in model.named_modules()
+        if isinstance(module, RoutedExperts)
+        for name, parameter in module.named_parameters()
+        if parameter.ndim > 1  # a router's bias may be kept there, too
+    )
 
 
 def rank_place(vllm_config: Any) -> RankPlace:
