@@ -446,8 +446,9 @@ def test_old_names_in_a_plugin_scope() -> None:
             for value in ("mesh", "Pairs", None, 2, ["ring"])
         ],
         *[("fan_out", value, "a whole number of at least 1") for value in (0, -1, 1.5, True, "2", None)],
-        ("shard_expert_weights", True, "got True (not available in this version); write false"),
-        ("shard_expert_weights", "true", "write false"),
+        *[("shard_expert_weights", value, "write true or false") for value in ("true", 1, None)],
+        ("shard_weights", True, "got True (true does not say which tensors); write 'none', 'experts', 'all'"),
+        *[("shard_weights", value, "'all' or 'auto'") for value in ("expert", "ALL", None, 1, ["all"])],
         *[("bind_host", value, "an address of this host") for value in ("", 3, ["::"])],
         *[("advertise_host", value, "wildcard") for value in ("0.0.0.0", "::", "*")],
         ("advertise_host", "", "at which peers reach this host"),

@@ -35,6 +35,7 @@ RANKS = {
     "weightsync.config_scopes": 1,
     "weightsync.config_selection": 1,
     "weightsync.config_settings": 1,
+    "weightsync.config_sharding": 1,
     "weightsync.config_source": 1,
     "weightsync.topology": 1,
     "weightsync.buckets": 2,

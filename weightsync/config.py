@@ -31,6 +31,7 @@ from weightsync.config_models import RATIO_KEY, PluginRefitConfig, RefitLifecycl
 from weightsync.config_scopes import EngineScope, NixlRefitConfig
 from weightsync.config_selection import select_transport
 from weightsync.config_settings import read_settings
+from weightsync.config_sharding import EXPERTS_KEY, WEIGHTS_KEY, Sharding, plugin_sharding
 from weightsync.config_source import (
     GENERATION,
     OWNED_KEYS,
@@ -78,11 +79,30 @@ class RefitConfig:
         """Kind of memory that the buckets take: ``"cuda"``, ``"cpu"`` or ``"npu"``; ``"auto"`` if unknown."""
         return self.scope.device
 
+    @property
+    def sharding(self) -> Sharding:
+        """Which tensors are moved by regions; ``"none"`` for every transport but nixl.
+
+        A plugin is asked for them where it implements `CheckpointEngine.use_memory`, and its own scope has
+        ``shard_weights``, or ``shard_expert_weights: true``.
+
+        Raises:
+            ConfigurationError: a plugin's ``shard_weights`` is none of its values, or contradicts the other.
+        """
+        if isinstance(self.scope, PluginRefitConfig):
+            return plugin_sharding(self.transport, self.scope.settings)
+        return self.scope.sharding if isinstance(self.scope, NixlRefitConfig) else "none"
+
     def engine_kwargs(self) -> dict[str, Any]:
         """Return the keywords for the engine's constructor, without ``bucket_size``."""
         if isinstance(self.scope, PluginRefitConfig):
             return dict(self.scope.settings)
-        return self.scope.model_dump(exclude={RATIO_KEY}) | self.lifecycle.model_dump(include=_WAITS)
+        kwargs = self.scope.model_dump(exclude={RATIO_KEY}) | self.lifecycle.model_dump(include=_WAITS)
+        if isinstance(self.scope, NixlRefitConfig):  # whichever of the two was written, both say it
+            kwargs |= {WEIGHTS_KEY: self.sharding, EXPERTS_KEY: self.sharding == "experts"}
+            if self.sharding == "none":
+                del kwargs[WEIGHTS_KEY]
+        return kwargs
 
     def topology(self, train_world_size: int, rollout_world_size: int) -> Topology | None:
         """Return who will send to whom; `None` where the engine decides: a plugin, or no transport at all.

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError
 
+from weightsync.config_sharding import KEYS as SHARDING_KEYS
+from weightsync.config_sharding import ONLY_NIXL
 from weightsync.errors import ConfigurationError
 from weightsync.names import hint
 
@@ -138,6 +140,8 @@ def _complaint(model: type[Section], error: Any, path: str, shared: Shared) -> s
     unknown = error["type"] in ("extra_forbidden", "invalid_key")
     if key in shared.keys:
         return _misfit(model, key, error["input"], path, shared)
+    if unknown and key in SHARDING_KEYS:
+        return f"unknown key {path}.{key}; {ONLY_NIXL}"
     if unknown:
         fix = f"; write {RENAMED_KEYS[key]}" if key in RENAMED_KEYS else hint(str(key), model.model_fields)
         return f"unknown key {path}.{key}" + (fix or f" (known: {', '.join(model.model_fields)})")

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, StrictInt, ValidationInfo
 
 from weightsync.config_models import DEFAULT_BUCKET_RATIO, Ratio, Section, Text, any_ratio
+from weightsync.config_sharding import Sharding, read_off
 from weightsync.names import NAIVE
 from weightsync.topology import AUTO, DEFAULT_FAN_OUT
 
@@ -17,12 +18,6 @@ from weightsync.topology import AUTO, DEFAULT_FAN_OUT
 def _reachable(value: Any) -> Any:
     if value in ("0.0.0.0", "::", "[::]", "*"):
         raise ValueError("peers cannot connect to a wildcard address")
-    return value
-
-
-def _not_yet(value: Any) -> Any:
-    if value is True:
-        raise ValueError("not available in this version")
     return value
 
 
@@ -81,7 +76,19 @@ class NixlRefitConfig(_HostOrGpu):
     backend_init_params: dict[str, str | int | float | bool] = Field(
         {}, description="a mapping of names to strings, numbers or booleans"
     )
-    shard_expert_weights: Annotated[StrictBool, BeforeValidator(_not_yet)] = Field(False, description="false")
+    shard_weights: Annotated[Sharding, BeforeValidator(read_off)] = Field(
+        "none",
+        description="'none', 'experts', 'all' or 'auto': which tensors each rollout rank gets only its own "
+        "regions of",
+    )
+    shard_expert_weights: StrictBool = Field(
+        False, description="true or false; true is the same as shard_weights: experts"
+    )
+
+    @property
+    def sharding(self) -> Sharding:
+        """Which tensors are moved by regions, by whichever of the two settings says it."""
+        return "experts" if self.shard_expert_weights else self.shard_weights
 
 
 class MooncakeRefitConfig(_HostOrGpu):

@@ -16,6 +16,8 @@ from weightsync.config_models import (
     validate_section,
 )
 from weightsync.config_scopes import SCOPES, EngineScope, NixlRefitConfig, SharedRefitConfig
+from weightsync.config_sharding import KEYS as SHARDING_KEYS
+from weightsync.config_sharding import ONLY_NIXL, WEIGHTS_KEY, require_agreement
 from weightsync.config_source import GENERATION, mapping_at
 from weightsync.errors import ConfigurationError
 from weightsync.names import (
@@ -47,6 +49,8 @@ def read_settings(transport: str, refit_cfg: Any) -> EngineScope | PluginRefitCo
     _check_scopes(transport, scopes)
     path = f"{_PATH}[{transport!r}]" if split_class_path(transport) else f"{_PATH}.{transport}"
     own = mapping_at(scopes.get(transport), path)
+    if transport in SCOPES and WEIGHTS_KEY in SCOPES[transport].model_fields:
+        require_agreement(own, path)
     shared = _read_shared(transport, mapping_at(scopes.get(SHARED), _SHARED_PATH), path)
     if transport not in SCOPES:
         return _plugin(transport, own, shared, path)
@@ -88,6 +92,8 @@ def _read_shared(transport: str, shared: dict[Any, Any], path: str) -> dict[str,
         if key in special:
             ours = transport not in SCOPES or key in SCOPES[transport].model_fields
             fix = f"write it under {path}" if ours else f"leave it out, {transport} does not take it"
+            if not ours and key in SHARDING_KEYS:
+                fix = ONLY_NIXL
             raise ConfigurationError(f"{_SHARED_PATH}.{key} is a setting of one transport; {fix}")
     checked = validate_section(SharedRefitConfig, shared, _SHARED_PATH)
     return checked.model_dump(include=set(shared))
