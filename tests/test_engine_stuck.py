@@ -73,7 +73,7 @@ def test_buffers_of_a_stuck_transfer_are_not_used_again(stuck, returns):
     crew, _, hang = stuck
     if returns:
         hang.set()
-        crew.rollout[0]._memory._stuck._inlet._thread.join(10)
+        crew.rollout[0]._memory._stuck._inlet._pump._thread.join(10)
     for call in (
         crew.rollout[0].prepare,
         lambda: run(collect(crew.rollout[0])),
@@ -95,7 +95,7 @@ def test_a_stuck_engine_closes_and_keeps_its_buffers_until_the_transfer_ends(stu
     assert deregistered == []
     assert engine._memory.buffers
     hang.set()
-    engine._memory._stuck._inlet._thread.join(10)
+    engine._memory._stuck._inlet._pump._thread.join(10)
     engine.close()
     assert len(deregistered) == 2
     assert engine._memory.buffers == []

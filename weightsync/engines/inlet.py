@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,27 +11,16 @@ import torch
 
 from weightsync.buckets import unpack_bucket
 from weightsync.control import Bucket, ChunkEntry, Done, Link, Manifest, Release
-from weightsync.engines.buffers import POISON, await_readers, bind_thread, overwrite
+from weightsync.engines.buffers import POISON, await_readers, overwrite
 from weightsync.engines.outlet import Outlet
+from weightsync.engines.pump import Pump
 from weightsync.engines.refit import Refit, saying_what_was_heard
 from weightsync.engines.slots import Slots
-from weightsync.engines.waiting import BRIEFLY_S
-from weightsync.errors import (
-    DeadlineError,
-    DigestError,
-    IncompleteStreamError,
-    ProtocolError,
-    WeightSyncError,
-)
+from weightsync.errors import DigestError, ProtocolError, WeightSyncError
 from weightsync.tensors import TensorMeta, digest_bytes, dtype_from_name
 from weightsync.topology import RankId
 
 _EXPECTED: tuple[type[Manifest | Bucket | Done], ...] = (Manifest, Bucket, Done)
-_JOIN_S = 10.0
-_MARGIN_S = 10.0
-_LOOK_S = 0.25
-_GRACE_S = 1.0
-"""So long the thread has to say itself that a source has failed."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +64,6 @@ class Inlet:
     def __init__(self, refit: Refit, sources: Mapping[RankId, Link], targets: Sequence[Link]) -> None:
         self._refit = refit
         self._sources = dict(sources)
-        self._peer = next(iter(sources.values())).peer if len(sources) == 1 else None
         self._waiting = dict(sources)
         """Those that have not ended."""
         self._buffers = refit.buffers
@@ -92,52 +77,18 @@ class Inlet:
         self._used: set[int] = set()
         self._outlet = Outlet(refit, targets, self._slots)
         self._dones: dict[RankId, Done] = {}
-        self._events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="weightsync-receive", daemon=True)
+        self._pump: Pump[Event] = Pump(refit, sources.values(), self._run)
         self.bytes_received = 0
 
     # The consumer's side.
 
     def start(self) -> None:
         """Start the thread."""
-        self._thread.start()
+        self._pump.start()
 
-    def event(self) -> Event | BaseException | None:
-        """Return what has come next, or comes in a moment; `None` if nothing does."""
-        try:
-            return self._events.get(timeout=BRIEFLY_S)
-        except queue.Empty:
-            return None
-
-    def await_event(self) -> Event | BaseException:
-        """Wait for what comes next, or for the failure of a source that the thread does not hear of.
-
-        A `DeadlineError` comes where the thread hangs in a call that knows no deadline.
-        """
-        # The thread keeps the deadlines, one for the message and one for the bytes; this is for the rest.
-        timeout_s = 2 * self._refit.deadlines.stall_s + _MARGIN_S
-        end, give_up, failure = time.monotonic() + timeout_s, math.inf, None
-        while (now := time.monotonic()) < min(end, give_up):
-            try:
-                return self._events.get(timeout=min(end - now, _LOOK_S))
-            except queue.Empty:
-                if failure is None and (failure := self._failure()) is not None:
-                    give_up = time.monotonic() + _GRACE_S
-        if failure is not None and now >= give_up:
-            return failure
-        return DeadlineError(
-            f"nothing was brought in within {timeout_s:g} s, and no reason was given",
-            peer=self._peer, phase="receive",
-        )  # fmt: skip
-
-    def _failure(self) -> WeightSyncError | None:
-        try:
-            for link in self._sources.values():
-                link.check()
-        except WeightSyncError as error:
-            return error
-        return None
+    async def next_event(self) -> Event:
+        """Return what comes next; raises what has gone wrong."""
+        return await self._pump.next_event()
 
     def give_back(self, arrived: Arrived) -> None:
         """Take back a bucket that the consumer has loaded."""
@@ -164,32 +115,20 @@ class Inlet:
         Raises:
             DeadlineError: a transfer could not be ended.
         """
-        self._stop.set()
-        self._refit.watch.wake()
-        if self._thread.is_alive():
-            self._thread.join(_JOIN_S)
-            if self._thread.is_alive():
-                raise DeadlineError(
-                    f"a transfer did not end within {_JOIN_S:g} s", peer=self._peer, phase="receive"
-                )
+        self._pump.close()
 
     @property
     def is_running(self) -> bool:
         """Whether a transfer may still write into a buffer."""
-        return self._thread.is_alive()
+        return self._pump.is_running
 
     # The thread.
 
     def _run(self) -> None:
-        try:
-            bind_thread(self._buffers[0].device)
-            while self._waiting:
-                self._take_next()
-            self._finish_forwarding()
-            self._events.put(Ended(self._dones))
-        except BaseException as error:  # noqa: BLE001 - raised again in the consumer's thread
-            # The last event, always: the consumer's wait for the next one has no other end.
-            self._events.put(error)
+        while self._waiting:
+            self._take_next()
+        self._finish_forwarding()
+        self._pump.put(Ended(self._dones))
 
     def _take_next(self) -> None:
         slot = None if self._in_place else self._await_slot()
@@ -198,7 +137,7 @@ class Inlet:
             if isinstance(message, Bucket):
                 arrived = self._bring_in(source, message, slot)
                 slot = None
-                self._events.put(arrived)
+                self._pump.put(arrived)
         finally:
             if slot is not None:
                 unused = slot
@@ -206,7 +145,7 @@ class Inlet:
         if isinstance(message, Manifest):
             self._refit.checks.last = len(message.tensors) - 1
             self._outlet.tell(message)
-            self._events.put(Promised(source, message))
+            self._pump.put(Promised(source, message))
         elif isinstance(message, Done):
             self._dones[source] = message
             del self._waiting[source]
@@ -216,7 +155,7 @@ class Inlet:
         """Return a buffer that neither the consumer nor a target uses any more."""
 
         def probe() -> int | None:
-            self._check()
+            self._pump.check()
             self._outlet.take_in()
             return self._slots.take()
 
@@ -227,12 +166,12 @@ class Inlet:
                 raise self._outlet.overdue("forwarding", time.monotonic() - started)
         if slot in self._used and self._forwards:
             with saying_what_was_heard(self._outlet.links, "forwarding"):
-                self._refit.transport.settle(slot, timeout_s=self._refit.patience(), check=self._check)
+                self._refit.transport.settle(slot, timeout_s=self._refit.patience(), check=self._pump.check)
         return slot
 
     def _await_message(self) -> tuple[RankId, Manifest | Bucket | Done]:
         def probe() -> tuple[RankId, Manifest | Bucket | Done] | None:
-            self._check()
+            self._pump.check()
             self._outlet.take_in()
             for source, link in list(self._waiting.items()):
                 message = link.poll(*_EXPECTED, phase="receive")
@@ -276,7 +215,7 @@ class Inlet:
 
     def _finish_forwarding(self) -> None:
         def probe() -> bool | None:
-            self._check()
+            self._pump.check()
             return self._outlet.take_in() or self._outlet.is_finished or None
 
         while not self._outlet.is_finished:
@@ -285,14 +224,8 @@ class Inlet:
                 raise self._outlet.overdue("forwarding", time.monotonic() - started)
 
     def _check_sources(self) -> None:
-        self._check()
+        self._pump.check()
         self._outlet.check()
-
-    def _check(self) -> None:
-        if self._stop.is_set():
-            raise IncompleteStreamError("the consumer stopped before the end of the stream")
-        for link in self._sources.values():
-            link.check()
 
 
 @contextmanager

@@ -125,12 +125,7 @@ class BucketReceiver:
 
     async def _next_event(self) -> Promised | Arrived | Ended:
         with self._stopwatch.phase("receive"):
-            event = self._inlet.event()
-            if event is None:
-                event = await self._refit.waiter.run(self._inlet.await_event)
-        if isinstance(event, BaseException):
-            raise event
-        return event
+            return await self._inlet.next_event()
 
     def _take_manifest(self, event: Promised, account: Account) -> None:
         message: Manifest = event.manifest
