@@ -7,17 +7,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Collection, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from types import TracebackType
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import msgspec
 import torch
 import xxhash
 
-from weightsync.errors import ManifestError
+from weightsync.errors import LifecycleError, ManifestError
 
 ALIGNMENT = 256
 """Byte alignment of every tensor inside a bucket: enough for any dtype's view and for wide copies."""
@@ -127,6 +127,18 @@ class WeightManifest(msgspec.Struct, frozen=True):
     def __len__(self) -> int:
         return len(self.tensors)
 
+    def only(self, names: Collection[str]) -> WeightManifest:
+        """Return the manifest of some of the tensors, in the same order.
+
+        Raises:
+            ManifestError: there is no tensor of one of the names.
+        """
+        wanted = frozenset(names)
+        unknown = sorted(wanted.difference(self.names))
+        if unknown:
+            raise ManifestError(f"not in the weight stream: {list_names(unknown)}", tensor=unknown[0])
+        return WeightManifest(tuple(spec for spec in self.tensors if spec.name in wanted))
+
     @property
     def names(self) -> list[str]:
         """Tensor names in stream order."""
@@ -137,9 +149,13 @@ class WeightManifest(msgspec.Struct, frozen=True):
         """Bytes of all tensors, without alignment padding."""
         return sum(spec.nbytes for spec in self.tensors)
 
+    def encode(self) -> bytes:
+        """Return the tensors' descriptions as msgpack."""
+        return msgspec.msgpack.encode(self.tensors)
+
     def digest(self) -> str:
         """Return an order-sensitive digest of names, shapes and dtypes: the identity of a layout."""
-        return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(self.tensors))
+        return xxhash.xxh3_128_hexdigest(self.encode())
 
 
 class WeightGenerator(Generator[tuple[str, torch.Tensor], None, None]):
@@ -157,6 +173,29 @@ class WeightGenerator(Generator[tuple[str, torch.Tensor], None, None]):
         return super().throw(typ, val, tb)  # type: ignore[arg-type]
 
 
+class LocalMemory(Protocol):
+    """What a rank holds of the tensors of a stream: a `weightsync.engines.base.RankMemory`."""
+
+    @property
+    def manifest(self) -> WeightManifest:
+        """Of the stream."""
+
+    @property
+    def table(self) -> Any:
+        """The `weightsync.layout.tables.RankTable`."""
+
+    def storage(self, index: int) -> torch.Tensor | None:
+        """Return the live memory of one of the table's storages."""
+
+
+@runtime_checkable
+class Selectable(Protocol):
+    """Weights that can leave tensors out without making them."""
+
+    def select(self, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return only these weights, in their order; what is asked is consumed through them only."""
+
+
 class WeightStream(WeightGenerator):
     """A weight generator that knows its manifest before the first tensor is made.
 
@@ -166,23 +205,70 @@ class WeightStream(WeightGenerator):
     Args:
         manifest: what ``weights`` will yield, in order.
         weights: the generator; consumed once.
+        shards: the memory in which this rank has its part of the tensors, if that is known.
     """
 
-    def __init__(self, manifest: WeightManifest, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        manifest: WeightManifest,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        shards: LocalMemory | None = None,
+    ) -> None:
         self.manifest = manifest
+        self.shards = shards
         self._weights: Iterator[tuple[str, torch.Tensor]] = iter(weights)
+        self._begun = False
         self._closed = False
+        self._selected = False
 
     def send(self, value: None) -> tuple[str, torch.Tensor]:
         """Return the next item (generator protocol; ``value`` is ignored)."""
+        if self._selected:
+            raise LifecycleError("of this weight stream some tensors were selected: consume those")
         if self._closed:
             raise StopIteration
+        self._begun = True
         return next(self._weights)
+
+    def select(self, names: Collection[str]) -> WeightStream:
+        """Return a stream of only these tensors, in the order of this one, which is not consumed any more.
+
+        Tensors that are made together (by a collective) are made only where one of them is selected, so all
+        ranks have to select alike: before anything that may fail on one of them alone. From then on closing
+        either stream takes part in what the selected tensors need, and a stream of which nothing is selected
+        owes other ranks nothing. Of a plain generator the other tensors are made and dropped.
+
+        Raises:
+            ManifestError: there is no tensor of one of the names.
+            LifecycleError: the stream has begun, or something was selected before.
+        """
+        if self._begun or self._closed or self._selected:
+            raise LifecycleError("tensors are selected once, before the weight stream begins")
+        manifest = self.manifest.only(names)
+        weights = self._weights
+        chosen = weights.select(names) if isinstance(weights, Selectable) else _only(weights, names)
+        self._selected = True
+        return WeightStream(manifest, chosen)
 
     def close(self) -> None:
         """End the stream, and close the underlying generator, so that its ``finally`` blocks run now."""
         self._closed = True
         close = getattr(self._weights, "close", None)
+        if close is not None:
+            close()
+
+
+def _only(
+    weights: Iterator[tuple[str, torch.Tensor]], names: Collection[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    wanted = frozenset(names)
+    try:
+        for name, tensor in weights:
+            if name in wanted:
+                yield name, tensor
+            del tensor
+    finally:
+        close = getattr(weights, "close", None)
         if close is not None:
             close()
 

@@ -8,12 +8,13 @@ transformers 5 keeps the experts of a layer in two tensors, ``experts.gate_up_pr
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from weightsync.errors import ConfigurationError
+from weightsync.layout.regions import Box
 
 _FUSED = re.compile(r"(?:^|.*\.)experts\.(gate_up_proj|down_proj)")
 
@@ -22,17 +23,30 @@ Cut = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
+class Window:
+    """The box of a tensor that a slice of it is; the slice lacks the dimensions in ``dropped``."""
+
+    box: Box
+    dropped: tuple[int, ...] = ()
+
+    def kept(self, values: Sequence[int]) -> tuple[int, ...]:
+        """Return, of values by dimension of the tensor, those of the slice."""
+        return tuple(value for dim, value in enumerate(values) if dim not in self.dropped)
+
+
+@dataclass(frozen=True)
 class Slice:
-    """One piece of a tensor: its name, its shape, and how to cut it out, as a view."""
+    """One piece of a tensor: its name, its shape, how to cut it out, as a view, and where it lies."""
 
     name: str
     shape: torch.Size
     cut: Cut
+    window: Window
 
 
 def whole(name: str, shape: torch.Size) -> tuple[Slice, ...]:
     """Return the one slice that is the tensor itself."""
-    return (Slice(name, shape, lambda tensor: tensor),)
+    return (Slice(name, shape, lambda tensor: tensor, Window(Box.whole(shape))),)
 
 
 def split_fused_experts(name: str, shapes: Shapes) -> tuple[Slice, ...]:
@@ -75,8 +89,11 @@ def _require_known_layout(prefix: str, shapes: Shapes) -> tuple[int, int]:
 
 
 def _row(name: str, shape: torch.Size, expert: int) -> Slice:
-    return Slice(name, shape[1:], lambda tensor: tensor[expert])
+    window = Window(Box((expert, 0, 0), (expert + 1, shape[1], shape[2])), dropped=(0,))
+    return Slice(name, shape[1:], lambda tensor: tensor[expert], window)
 
 
 def _half(name: str, shape: torch.Size, expert: int, start: int, rows: int) -> Slice:
-    return Slice(name, torch.Size((rows, shape[2])), lambda tensor: tensor[expert, start : start + rows])
+    window = Window(Box((expert, start, 0), (expert + 1, start + rows, shape[2])), dropped=(0,))
+    size = torch.Size((rows, shape[2]))
+    return Slice(name, size, lambda tensor: tensor[expert, start : start + rows], window)

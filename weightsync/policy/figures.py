@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from typing import Any
 
 import torch
 
+from weightsync.errors import LifecycleError
 from weightsync.tensors import WeightGenerator, WeightStream
 
 Weights = Generator[tuple[str, torch.Tensor], None, None]
@@ -31,7 +32,18 @@ class MeteredWeights(WeightGenerator):
     def for_engine(self) -> Weights:
         """Return what to hand to the engine; it has a manifest if the generator has one."""
         if isinstance(self._weights, WeightStream):
-            return WeightStream(self._weights.manifest, self)
+            return WeightStream(self._weights.manifest, self, self._weights.shards)
+        return self
+
+    def select(self, names: Collection[str]) -> MeteredWeights:
+        """Pass on, and count, only these tensors.
+
+        Raises:
+            LifecycleError: the weights behind this are a plain generator.
+        """
+        if not isinstance(self._weights, WeightStream):
+            raise LifecycleError("tensors cannot be selected of a weight generator without a manifest")
+        self._weights = self._weights.select(names)
         return self
 
     def send(self, value: None) -> tuple[str, torch.Tensor]:

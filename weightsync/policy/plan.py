@@ -6,8 +6,8 @@ Shared by all sources; a source adds only how one tensor becomes a full tensor (
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from typing import TypedDict
 
 import torch
@@ -16,7 +16,9 @@ from torch import nn
 from weightsync.errors import ManifestError, WeightSyncError
 from weightsync.policy.dtypes import DtypePolicy
 from weightsync.policy.entries import StateEntry, state_entries
-from weightsync.policy.experts import Cut, Slice, split_fused_experts, whole
+from weightsync.policy.experts import Slice, split_fused_experts, whole
+from weightsync.policy.planned import Piece, PlannedEntry
+from weightsync.policy.shards import LocalShards
 from weightsync.policy.ties import drop_tied
 from weightsync.tensors import TensorSpec, WeightManifest, WeightStream, dtype_name
 
@@ -38,24 +40,6 @@ class SourceOptions(TypedDict, total=False):
     """Whether fused experts are sent one by one (default False)."""
 
 
-@dataclass(frozen=True)
-class Piece:
-    """One item of the stream: a slice of an entry's full tensor."""
-
-    spec: TensorSpec
-    source_name: str
-    cut: Cut
-
-
-@dataclass(frozen=True)
-class PlannedEntry:
-    """One tensor to gather, and the items that come of it."""
-
-    entry: StateEntry
-    shape: torch.Size
-    pieces: tuple[Piece, ...]
-
-
 def plan_stream(model: nn.Module, gather: Gather, options: SourceOptions) -> WeightStream:
     """Make the stream of a model's weights. Its manifest is complete; nothing was gathered yet.
 
@@ -68,7 +52,7 @@ def plan_stream(model: nn.Module, gather: Gather, options: SourceOptions) -> Wei
     policy = options.get("dtype_policy") or DtypePolicy()
     planned = _plan(entries, policy, options)
     manifest = WeightManifest.build(piece.spec for item in planned for piece in item.pieces)
-    return WeightStream(manifest, FullTensors(planned, gather, policy))
+    return WeightStream(manifest, FullTensors(planned, gather, policy), LocalShards(model, manifest, planned))
 
 
 def _plan(entries: list[StateEntry], policy: DtypePolicy, options: SourceOptions) -> list[PlannedEntry]:
@@ -89,7 +73,7 @@ def _plan(entries: list[StateEntry], policy: DtypePolicy, options: SourceOptions
 
 def _piece(part: Slice, dtype: torch.dtype, policy: DtypePolicy, rename: Callable[[str], str]) -> Piece:
     sent_as = dtype_name(policy.dtype_of(part.name, dtype))
-    return Piece(TensorSpec(rename(part.name), tuple(part.shape), sent_as), part.name, part.cut)
+    return Piece(TensorSpec(rename(part.name), tuple(part.shape), sent_as), part.name, part.cut, part.window)
 
 
 def _claim(claimed: dict[str, str], piece: Piece) -> None:
@@ -131,6 +115,16 @@ class FullTensors(Iterator[tuple[str, torch.Tensor]]):
             self._failed = True
             self._drop()
             raise
+
+    def select(self, names: Collection[str]) -> FullTensors:
+        """Leave out all other tensors, and the gathers that none of these needs; on every rank alike."""
+        wanted = frozenset(names)
+        for _ in range(len(self._entries)):
+            item = self._entries.popleft()
+            pieces = tuple(piece for piece in item.pieces if piece.spec.name in wanted)
+            if pieces:
+                self._entries.append(replace(item, pieces=pieces))
+        return self
 
     def close(self) -> None:
         """Take part in the remaining gathers, without keeping anything; nothing to do after the last item."""

@@ -16,6 +16,7 @@ from weightsync.errors import LifecycleError
 SEND = "send_weights_via_checkpoint_engine"
 OFFLOAD = "offload_policy"
 DIGEST = "weight_digest"
+DESCRIBE = "describe_weights"
 
 SESSION_METHODS = (
     "checkpoint_engine_total_memory_bytes",
@@ -31,7 +32,7 @@ SESSION_METHODS = (
 
 _SEND_ENDS_S = 15.0
 
-POLICY_METHODS = (*SESSION_METHODS[:-2], SEND, OFFLOAD, *SESSION_METHODS[-2:], DIGEST)
+POLICY_METHODS = (*SESSION_METHODS[:-2], SEND, OFFLOAD, *SESSION_METHODS[-2:], DIGEST, DESCRIBE)
 """Every method of the worker protocol that a policy worker answers."""
 
 
@@ -123,6 +124,12 @@ class PolicySession:
         """Lend the engine for one send; a second one meanwhile is a `LifecycleError`."""
         with self._exclusive(SEND):
             yield self._require_connected()
+
+    @contextmanager
+    def describing(self) -> Iterator[CheckpointEngine]:
+        """Lend the engine, which need not have peers yet, to be told of this rank's memory."""
+        with self._exclusive(DESCRIBE):
+            yield self._require_engine()
 
     @contextmanager
     def digesting(self) -> Iterator[None]:

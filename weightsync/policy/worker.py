@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from numbers import Integral
 from pathlib import Path
@@ -34,6 +35,7 @@ from weightsync.errors import ConfigurationError, LifecycleError
 from weightsync.outcomes import run_for_outcome
 from weightsync.policy.figures import MeteredWeights
 from weightsync.policy.session import (
+    DESCRIBE,
     DIGEST,
     OFFLOAD,
     POLICY_METHODS,
@@ -41,6 +43,7 @@ from weightsync.policy.session import (
     SESSION_METHODS,
     PolicySession,
 )
+from weightsync.policy.shards import described
 from weightsync.tensors import WeightStream
 
 _SIDE = "policy"
@@ -174,8 +177,8 @@ def _target(worker: PolicyWeightHooks, method: str) -> Callable[..., Any]:
     if method in (SEND, OFFLOAD):
         own: Callable[..., Any] = getattr(worker, method)
         return own
-    if method == DIGEST:
-        return partial(_digest, worker)
+    if method in _OF_THE_STREAM:
+        return partial(_OF_THE_STREAM[method], worker)
     if method not in SESSION_METHODS:
         raise ConfigurationError(
             f"a policy worker has no method {method!r}; known: {', '.join(POLICY_METHODS)}"
@@ -226,18 +229,51 @@ def _digest(worker: PolicyWeightHooks, kind: str | None = None, tensors: bool = 
         kind: of the digest, to compare with one that another kind of device has made.
         tensors: whether to return the digest of each tensor, too.
     """
-    with _session_of(worker).digesting():
-        tidying: list[Callable[[], None]] = [worker.finish_weight_send]
-        try:
-            worker.prepare_weight_send()
-            weights = worker.weight_stream()
-            tidying.insert(0, weights.close)
-            digest = WeightDigest.of(weights, kind)
-        except BaseException as error:
-            _tidy(tidying, error)
-            raise
-        _tidy(tidying)
-        return digest.to_dict(tensors=tensors)
+    with _session_of(worker).digesting(), _weights_of(worker) as weights:
+        digest = WeightDigest.of(weights, kind)
+    return digest.to_dict(tensors=tensors)
+
+
+def _describe(worker: PolicyWeightHooks, sharding: str) -> dict[str, Any]:
+    """Tell the engine where this rank's part of the weights is; no weight is gathered for that.
+
+    Args:
+        worker: whose stream is described.
+        sharding: what is moved by regions; ``"none"`` takes back what the engine was told before.
+
+    Returns:
+        The ``manifest`` as msgpack, its ``digest``, and by name the tensors that this rank can only send
+        ``whole``, each with the reason.
+
+    Raises:
+        ConfigurationError: the stream has no manifest, or the engine moves no regions.
+    """
+    with _session_of(worker).describing() as engine:
+        if sharding == "none":
+            engine.use_memory(None)
+            return {"manifest": b"", "digest": "", "whole": {}}
+        with _weights_of(worker) as weights:
+            manifest, memory = described(weights)
+            engine.use_memory(memory)
+    return {"manifest": manifest.encode(), "digest": manifest.digest(), "whole": dict(memory.table.whole)}
+
+
+_OF_THE_STREAM: Mapping[str, Callable[..., dict[str, Any]]] = {DIGEST: _digest, DESCRIBE: _describe}
+
+
+@contextmanager
+def _weights_of(worker: PolicyWeightHooks) -> Iterator[Generator[tuple[str, torch.Tensor], None, None]]:
+    """Make a worker's weights as for a send, and tidy up as after one."""
+    tidying: list[Callable[[], None]] = [worker.finish_weight_send]
+    try:
+        worker.prepare_weight_send()
+        weights = worker.weight_stream()
+        tidying.insert(0, weights.close)
+        yield weights
+    except BaseException as error:
+        _tidy(tidying, error)
+        raise
+    _tidy(tidying)
 
 
 def _tidy(steps: list[Callable[[], None]], cause: BaseException | None = None) -> None:
