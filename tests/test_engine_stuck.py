@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.engine_crew import Crew, assert_same, collect, make_engine, plain, run, some_weights
-from weightsync.engines import inlet, nixl_agent
+from weightsync.engines import nixl_agent, pump
 from weightsync.engines.nixl import NixlTransport
 from weightsync.engines.nixl_agent import NixlAgent, ProgressTicker
 from weightsync.errors import DeadlineError, PeerAbortedError, TransportError
@@ -24,8 +24,8 @@ def hang(monkeypatch):
     """Reads that hang until the event is set."""
     go_on = threading.Event()
     monkeypatch.setattr(NixlTransport, "fetch", lambda *_, **__: go_on.wait(30))
-    monkeypatch.setattr(inlet, "_JOIN_S", 0.3)
-    monkeypatch.setattr(inlet, "_MARGIN_S", 0.2)
+    monkeypatch.setattr(pump, "_JOIN_S", 0.3)
+    monkeypatch.setattr(pump, "_MARGIN_S", 0.2)
     yield go_on
     go_on.set()
 
