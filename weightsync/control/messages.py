@@ -13,7 +13,7 @@ import msgspec
 from weightsync.errors import ErrorRecord
 from weightsync.tensors import TensorSpec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Raised whenever a header or a message changes; peers of different versions refuse each other."""
 
 NONCE_BYTES = 16
@@ -125,6 +125,48 @@ class Release(Message, frozen=True, tag=True, forbid_unknown_fields=True):
         return f"release of bucket {self.seq}"
 
 
+class Exposed(Message, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Policy rank to rollout rank: what moves by regions may be read now, until `Taken`.
+
+    ``manifest`` is the digest of the stream's. ``addresses`` has an int64 for each storage of the sender's
+    table; of one that has none, 0, all comes in `Packed`. ``keys`` is what the transport needs to reach them.
+    """
+
+    manifest: Words
+    digest_kind: Words
+    addresses: bytes
+    keys: bytes = b""
+
+
+class Packed(Message, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Buffer ``slot`` holds rows ``first`` and following of those that are packed for the receiver.
+
+    ``offsets`` has an int64 for each row, its place in the buffer; ``digests`` a uint64, 0 where it does not
+    count.
+    """
+
+    seq: Count
+    slot: Count
+    nbytes: Count
+    first: Count
+    offsets: bytes
+    digests: bytes
+
+    def describe(self) -> str:  # noqa: D102 - inherited
+        return f"packed bucket {self.seq}"
+
+
+class Digests(Message, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Digests, a uint64 each, of row ``first`` and following of those that the receiver reads in place."""
+
+    first: Count
+    digests: bytes
+
+
+class Taken(Message, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The receiver has read, checked and loaded all that moves by regions."""
+
+
 class Done(Message, frozen=True, tag=True, forbid_unknown_fields=True):
     """The sender has sent everything: these many buckets, tensors and bytes, of that manifest."""
 
@@ -191,6 +233,10 @@ AnyMessage = (
     | Manifest
     | Bucket
     | Release
+    | Exposed
+    | Packed
+    | Digests
+    | Taken
     | Done
     | Complete
     | Gate
