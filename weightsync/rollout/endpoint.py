@@ -12,15 +12,19 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from weightsync.capacity import total_memory_bytes
 from weightsync.digests import WeightDigest
 from weightsync.engines.base import CheckpointEngine
 from weightsync.engines.registry import create_checkpoint_engine
-from weightsync.errors import ConfigurationError, ErrorRecord, LifecycleError
+from weightsync.errors import ConfigurationError, ErrorRecord, LifecycleError, ManifestError
+from weightsync.layout.pieces import ABSENT
 from weightsync.outcomes import Outcome
-from weightsync.rollout.loader import WeightLoader
+from weightsync.rollout.loader import WeightLoader, region_loader
 from weightsync.rollout.receiver import RefitReceiver
 from weightsync.rollout.threads import in_thread
+from weightsync.tensors import TensorSpec, WeightManifest
 
 
 class RolloutEndpoint:
@@ -89,10 +93,37 @@ class RolloutEndpoint:
             self._receiver = RefitReceiver(engine, loader, rank=self.rank)
             if self._discarded is not None:
                 self._receiver.discard(self._discarded)
-        self._receiver.engine = engine
+        self._receiver.engine, self._receiver.memory = engine, None
         # Where not every chunk is checked, a digest of them all would cost what was to be saved.
         self._receiver.digests = (engine_kwargs or {}).get("verify", "full") == "full"
         self._engine_ready, self._connected, self._opened = True, False, None
+
+    def describe_layout(self, manifest: bytes, sharding: str) -> dict[str, Any]:
+        """Learn what this rank stores of the tensors that will come, and tell the engine, until it is closed.
+
+        Args:
+            manifest: the tensors' `TensorSpec`s in the order of the stream, as msgpack.
+            sharding: ``"experts"``, ``"all"`` or ``"auto"``.
+
+        Returns:
+            ``{"whole": {name: reason}, "unread": [name]}``: what cannot be moved by regions here, and of what
+            this rank stores nothing though some rank should.
+        """
+        engine, receiver = self._engine(), self._require_receiver()
+        specs = _decode_specs(manifest)
+        loader = region_loader(receiver.loader)
+        memory = loader.layout(WeightManifest.build(specs), sharding)
+        engine.use_memory(memory)
+        receiver.memory, table = memory, memory.table
+        unread = [
+            spec.name
+            for spec, pattern in zip(specs, table.pattern_of, strict=True)
+            if pattern == ABSENT and spec.name not in table.whole and spec.nbytes
+        ]
+        return {
+            "whole": dict(table.whole),
+            "unread": [name for name in unread if not loader.passes_over(name)],
+        }
 
     def prepare_checkpoint_engine(self) -> Any:
         """Return the engine's metadata for its peers."""
@@ -273,9 +304,17 @@ class RolloutEndpoint:
         return Outcome(self.rank, error=record).to_dict()
 
 
+def _decode_specs(manifest: bytes) -> tuple[TensorSpec, ...]:
+    try:
+        return msgspec.msgpack.decode(manifest, type=tuple[TensorSpec, ...])
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise ManifestError(f"the manifest is damaged: {error}", phase="describe_layout") from error
+
+
 ROLLOUT_METHODS = (
     "checkpoint_engine_total_memory_bytes",
     "init_checkpoint_engine",
+    "describe_layout",
     "prepare_checkpoint_engine",
     "init_checkpoint_engine_process_group",
     "update_checkpoint_engine_process_group",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from weightsync.errors import IncompleteStreamError, ManifestError
 from weightsync.rollout.loader import Batch
@@ -46,7 +46,10 @@ class StreamLedger:
         Raises:
             ManifestError: a name came twice, was not promised, or has another shape or dtype.
         """
-        specs = [TensorSpec.of(name, tensor) for name, tensor in batch]
+        self.record_specs([TensorSpec.of(name, tensor) for name, tensor in batch])
+
+    def record_specs(self, specs: Sequence[TensorSpec]) -> None:
+        """Enter tensors that came in parts, by their descriptions; as `record`."""
         self._require_new([spec.name for spec in specs])
         if self._announced is not None:
             self._require_promised(specs)
@@ -75,7 +78,7 @@ class StreamLedger:
         if repeated:
             raise ManifestError(f"came twice in one refit: {list_names(repeated)}", tensor=repeated[0])
 
-    def _require_promised(self, specs: list[TensorSpec]) -> None:
+    def _require_promised(self, specs: Sequence[TensorSpec]) -> None:
         unknown = [spec.name for spec in specs if spec.name not in self._promised]
         if unknown:
             raise ManifestError(f"came and was not promised: {list_names(unknown)}", tensor=unknown[0])

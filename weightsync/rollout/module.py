@@ -13,19 +13,25 @@ from typing import Any
 
 import torch
 
+from weightsync.engines.base import ParameterBatch
 from weightsync.errors import LifecycleError, ManifestError
 from weightsync.outcomes import run_for_outcome
 from weightsync.rollout.controls import control_method, require_in_flight_mode
 from weightsync.rollout.endpoint import RolloutEndpoint
 from weightsync.rollout.loader import Batch
+from weightsync.rollout.module_memory import ModuleMemory
+from weightsync.rollout.module_state import copy_whole, identity, local_tensor, named_state
 from weightsync.tensors import TensorSpec, WeightManifest, list_names
+
+__all__ = ["ModuleLoader", "ModuleRolloutWorker", "named_state"]
 
 
 class ModuleLoader:
     """Loads a weight stream into a module whose state-dict names, shapes and dtypes it bears.
 
     Tensors are looked up by name at each refit, so parameters may be replaced in between. Of names that
-    share one tensor, any or all may come. A buffer that is not persistent is not expected.
+    share one tensor, any or all may come. A buffer that is not persistent is not expected. Of a DTensor the
+    stream brings the whole, and this rank takes its shard of it; in a refit by regions only that comes.
 
     Args:
         model: the module; its tensors must be materialised.
@@ -42,6 +48,7 @@ class ModuleLoader:
         self.allow_missing = tuple(allow_missing)
         self.allow_unused = tuple(allow_unused)
         self._slots: dict[str, torch.Tensor] | None = None
+        self._memory: ModuleMemory | None = None
 
     def check_manifest(self, manifest: WeightManifest) -> None:
         """Refuse unknown, missing, misshapen and mistyped tensors; see `WeightLoader`."""
@@ -63,7 +70,7 @@ class ModuleLoader:
         for name, tensor in batch:
             if name in self._slots:
                 _require_fit(TensorSpec.of(name, tensor), self._slots[name])
-                self._slots[name].copy_(tensor)
+                copy_whole(tensor, self._slots[name])
             elif not _matches(name, self.allow_unused):
                 raise ManifestError("the module does not know this tensor", tensor=name, phase="load")
 
@@ -76,12 +83,34 @@ class ModuleLoader:
         self._slots = None
 
     def served(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every parameter and persistent buffer; see `WeightLoader`."""
-        return named_state(self.model)
+        """Yield every parameter and persistent buffer, of DTensors this rank's shard; see `WeightLoader`."""
+        for name, tensor in named_state(self.model):
+            yield name, local_tensor(tensor)
 
     def originals(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the same: tensors are stored as they come; see `WeightLoader`."""
-        return named_state(self.model)
+        """Yield those that this rank has whole: they are stored as they come; see `WeightLoader`."""
+        for name, tensor in named_state(self.model):
+            local = local_tensor(tensor)
+            if local.shape == tensor.shape:
+                yield name, local
+
+    def layout(self, manifest: WeightManifest, sharding: str) -> ModuleMemory:
+        """Return where this rank has its parts of the tensors; see `RegionLoader`."""
+        self.check_manifest(manifest)
+        self._memory = ModuleMemory(self.model, manifest, sharding)
+        return self._memory
+
+    def load_parameters(self, batch: ParameterBatch) -> None:
+        """Copy whole local tensors into their places; see `RegionLoader`."""
+        if self._slots is None or self._memory is None:
+            raise LifecycleError("load before begin and layout", side="rollout", phase="load")
+        for name, tensor in batch:
+            self._memory.load(name, tensor)
+
+    def passes_over(self, name: str) -> bool:
+        """Whether a tensor has another name here or may be unused; see `RegionLoader`."""
+        tied = self._memory is not None and name in self._memory.ties
+        return tied or _matches(name, self.allow_unused)
 
     def _unknown(self, manifest: WeightManifest, slots: dict[str, torch.Tensor]) -> list[str]:
         return [
@@ -89,11 +118,11 @@ class ModuleLoader:
         ]
 
     def _missing(self, manifest: WeightManifest, slots: dict[str, torch.Tensor]) -> list[str]:
-        came = {_identity(slots[name]) for name in manifest.names if name in slots}
+        came = {identity(slots[name]) for name in manifest.names if name in slots}
         return [
             name
             for name, tensor in slots.items()
-            if _identity(tensor) not in came and not _matches(name, self.allow_missing)
+            if identity(tensor) not in came and not _matches(name, self.allow_missing)
         ]
 
 
@@ -189,22 +218,6 @@ class ModuleRolloutWorker:
     def control_describe(self) -> dict[str, int]:
         """Return ``{"world_size", "pid"}``."""
         return {"world_size": 1, "pid": os.getpid()}
-
-
-def named_state(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every parameter and persistent buffer under each of its names."""
-    yield from model.named_parameters(remove_duplicate=False)
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            if name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer
-
-
-def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Tell tensors apart by the memory they view: tied ones may be different objects."""
-    if tensor.numel() == 0 or tensor.is_meta:
-        return (id(tensor),)
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _require_fit(spec: TensorSpec, slot: torch.Tensor) -> None:

@@ -1,96 +1,30 @@
 """One refit at one rollout rank: engine on one side, loader on the other, and what is served in between.
 
 `RefitReceiver` pulls batches from a checkpoint engine into a `WeightLoader`, checks that everything that
-was promised has come, and keeps the state that decides whether this rank may serve: the committed version,
-whether weights were touched since, and why serving is refused.
+was promised has come, and keeps the state that decides whether this rank may serve.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import AsyncGenerator
+from dataclasses import asdict
 from typing import Any
 
-import torch
-
 from weightsync.digests import WeightDigest
-from weightsync.engines.base import CheckpointEngine
-from weightsync.errors import (
-    ErrorContext,
-    IncompleteStreamError,
-    LifecycleError,
-    WeightSyncError,
-    WorkerFencedError,
-)
+from weightsync.engines.base import CheckpointEngine, ParameterBatch, RankMemory
+from weightsync.errors import ErrorContext, IncompleteStreamError, WeightSyncError
+from weightsync.rollout.cleanup import close_quietly, quietly, synchronize_device
+from weightsync.rollout.figures import Position, ReceiveFigures, timed
 from weightsync.rollout.ledger import StreamLedger
-from weightsync.rollout.loader import Batch, WeightLoader
+from weightsync.rollout.loader import Batch, WeightLoader, region_loader
+from weightsync.rollout.serving import ServingState
 from weightsync.rollout.staging import StagedWeights
-from weightsync.tensors import WeightManifest, list_names
+from weightsync.tensors import WeightManifest
 
 
-def synchronize_device() -> None:
-    """Wait until the accelerator, if there is one, has done what was asked of it.
-
-    Called before a batch is given back: the engine may overwrite its memory from then on.
-    """
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-
-
-@dataclass
-class ReceiveFigures:
-    """What one refit moved at one rank, and where its time went (seconds)."""
-
-    bytes: int = 0
-    tensors: int = 0
-    batches: int = 0
-    receive_s: float = 0.0
-    digest_s: float = 0.0
-    stage_s: float = 0.0
-    load_s: float = 0.0
-    total_s: float = 0.0
-    extra: dict[str, Any] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the figures as plain data."""
-        optional = {"digest": self.digest_s, "stage": self.stage_s}
-        some = {phase: taken for phase, taken in optional.items() if taken}
-        seconds = {"receive": self.receive_s, **some, "load": self.load_s, "total": self.total_s}
-        counts = {"bytes": self.bytes, "tensors": self.tensors, "batches": self.batches}
-        return {**counts, "seconds": seconds, **self.extra}
-
-    def line(self, kind: str) -> str:
-        """Return the line that is printed for each update."""
-        return (
-            f"[{kind} refit] Loaded {self.tensors} tensors in {self.batches} batches via checkpoint engine; "
-            f"bytes={self.bytes} total={self.total_s:.3f}s receive={self.receive_s:.3f}s "
-            f"load={self.load_s:.3f}s"
-        )
-
-
-@dataclass(frozen=True)
-class Position:
-    """How far a refit has come: the phase, and the tensors that are being loaded."""
-
-    phase: str
-    loading: tuple[str, ...] = ()
-
-    @property
-    def tensor(self) -> str | None:
-        """The tensor at hand, where it is only one."""
-        return self.loading[0] if len(self.loading) == 1 else None
-
-    @property
-    def failed(self) -> str:
-        """Say which tensors are not loaded if the refit fails here; empty where that is said otherwise."""
-        count = len(self.loading)
-        return f"{count} tensors failed to load: {list_names(self.loading)}" if count > 1 else ""
-
-
-class RefitReceiver:
+class RefitReceiver(ServingState):
     """Receives refits at one rank.
 
     Args:
@@ -99,76 +33,21 @@ class RefitReceiver:
         rank: global rollout rank, for messages.
 
     Attributes:
-        version: the version served, `None` before the first commit and while fenced.
-        dirty: whether weights were written since the last commit.
-        fenced: why this rank must not serve, or `None`.
-        highest: the highest version that was ever committed here.
         digests: whether the tensors of a refit are digested as they come.
-        stream_digest: of the weights committed last, as they came; `None` if they were not digested.
+        memory: what this rank stores of the tensors, where refits come by regions; else `None`.
     """
 
     def __init__(self, engine: CheckpointEngine, loader: WeightLoader, *, rank: int = 0) -> None:
+        super().__init__(rank)
         self.engine = engine
         self.loader = loader
-        self.rank = rank
-        self.version: int | None = None
-        self.dirty = False
-        self.fenced: str | None = None
-        self.highest: int | None = None
         self.digests = True
-        self.stream_digest: WeightDigest | None = None
-        self._came = WeightDigest()
+        self.memory: RankMemory | None = None
+        self._came: WeightDigest | None = WeightDigest()
         self._staged: tuple[int, StagedWeights, ReceiveFigures] | None = None
         self._position = Position("receive")
         self._failed: tuple[BaseException, Position] | None = None
-        self._loaded: int | None = None
-        self._busy = False
         self._begun = False
-
-    def status(self) -> dict[str, Any]:
-        """Return ``{"version", "highest", "dirty", "fenced"}``."""
-        return {
-            "version": self.version,
-            "highest": self.highest,
-            "dirty": self.dirty,
-            "fenced": self.fenced,
-        }
-
-    def require_serving(self) -> None:
-        """Check that the weights are whole.
-
-        Raises:
-            WorkerFencedError: a refit wrote some of them and was not committed.
-        """
-        if self.fenced is not None or self.dirty:
-            reason = self.fenced or "a refit has begun and is not committed"
-            raise WorkerFencedError(
-                f"this worker does not serve: {reason}; a complete refit is needed",
-                side="rollout",
-                rank=self.rank,
-            )
-
-    def require_next(self, version: int) -> None:
-        """Check that ``version`` may follow what was served here, and that no refit is running.
-
-        While nothing is served, the version that was committed last may come once more.
-
-        Raises:
-            LifecycleError: it is stale or repeated, or a refit is running.
-        """
-        if self._busy:
-            raise self._lifecycle(f"refit to version {version} while another one runs", "open")
-        if self.version is not None and version <= self.version:
-            raise self._lifecycle(
-                f"version {version} does not follow version {self.version}: versions must increase",
-                "open",
-            )
-        if self.highest is not None and version < self.highest:
-            raise self._lifecycle(
-                f"version {version} is older than version {self.highest}, which was served here: "
-                "versions must increase",
-                "open",
-            )
 
     def receive(self, version: int, *, staged: bool = False) -> dict[str, Any]:
         """Receive and load one refit; blocks. Returns the figures; see `receive_async`.
@@ -212,7 +91,7 @@ class RefitReceiver:
             raise
         finally:
             self._busy = False
-            self.engine.manifest_check = None
+            self._unhook()
         figures.total_s = time.perf_counter() - started
         if waiting is not None:
             figures.extra["staged_bytes"] = waiting.nbytes
@@ -234,7 +113,7 @@ class RefitReceiver:
         self._busy, self._begun, self._failed, self._position = True, False, None, Position("load")
         started = time.perf_counter()
         try:
-            with _timed(figures, "load_s"):
+            with timed(figures, "load_s"):
                 for batch in waiting.take():
                     self._load_batch(batch)
                 self._finish(figures)
@@ -250,11 +129,6 @@ class RefitReceiver:
         """Let go of an update that waits in host memory."""
         self._staged = None
 
-    def _complete(self, version: int, figures: ReceiveFigures) -> dict[str, Any]:
-        self._loaded = version
-        print(figures.line(self.loader.kind), flush=True)
-        return figures.to_dict()
-
     def position_of(self, error: BaseException) -> Position | None:
         """Return where in the last refit ``error`` was met; `None` if it is not what ended it."""
         return self._failed[1] if self._failed is not None and self._failed[0] is error else None
@@ -265,20 +139,13 @@ class RefitReceiver:
         Raises:
             LifecycleError: this version was not completely received, or is stale.
         """
-        self.require_next(version)
-        if self._loaded != version:
-            held = "nothing" if self._loaded is None else f"version {self._loaded}"
-            raise self._lifecycle(f"commit of version {version}, but {held} was received", "commit")
-        self.version, self.highest = version, version
-        self.stream_digest = self._came if self._came.tensors else None
-        self.dirty, self.fenced, self._loaded = False, None, None
-        return version
+        return self._serve(version, self._came if self._came is not None and self._came.tensors else None)
 
     def fence(self, reason: str) -> None:
         """Refuse to serve until a complete refit, if weights were touched; else only drop what is staged."""
         self.drop_staged()
         if self.dirty:
-            self.fenced, self.version, self._loaded, self.stream_digest = reason, None, None, None
+            self._close(reason)
 
     def discard(self, reason: str) -> None:
         """The weights are gone: refuse to serve until a complete refit."""
@@ -286,13 +153,7 @@ class RefitReceiver:
         self.fence(reason)
 
     async def _run(self, waiting: StagedWeights | None) -> ReceiveFigures:
-        def check(manifest: WeightManifest) -> None:
-            self.loader.check_manifest(manifest)
-            if waiting is not None:
-                waiting.require_room(manifest)
-
-        figures, ledger = ReceiveFigures(), StreamLedger(check)
-        self.engine.manifest_check = ledger.announce
+        figures, ledger = ReceiveFigures(), self._hook(waiting)
         self._position = Position("receive")
         batches = self.engine.receive_weight_batches()
         try:
@@ -302,10 +163,32 @@ class RefitReceiver:
                 error.add_note(self._position.failed)
             # Before the generator is closed: the engine should tell its peers why, not merely that, it stops.
             self._tell_engine(error)
-            await _close_quietly(error, batches)
+            await close_quietly(error, batches)
             raise
         await batches.aclose()
+        figures.note_copies(self.engine.refit_stats())
         return figures
+
+    def _hook(self, waiting: StagedWeights | None) -> StreamLedger:
+        """Have the engine ask before it does what cannot be undone; returns the ledger of the refit."""
+
+        def check(manifest: WeightManifest) -> None:
+            self.loader.check_manifest(manifest)
+            if waiting is not None:
+                waiting.require_room(manifest, self.memory.table if self.memory is not None else None)
+
+        def refuse() -> None:
+            raise self._lifecycle("an update that is staged is not written in place", "stage")
+
+        ledger = StreamLedger(check)
+        self.engine.manifest_check = ledger.announce
+        self.engine.writes_in_place = waiting is None
+        self.engine.before_writing = self._begin_once if waiting is None else refuse
+        return ledger
+
+    def _unhook(self) -> None:
+        self.engine.manifest_check = self.engine.before_writing = None
+        self.engine.writes_in_place = True
 
     async def _take_all(
         self,
@@ -315,7 +198,7 @@ class RefitReceiver:
         waiting: StagedWeights | None,
     ) -> None:
         while True:
-            with _timed(figures, "receive_s"):
+            with timed(figures, "receive_s"):
                 batch = await anext(batches, None)
             if batch is None:
                 break
@@ -327,33 +210,43 @@ class RefitReceiver:
             raise IncompleteStreamError("the update brought no tensors and promised none")
         ledger.require_complete()
         if waiting is None:
-            with _timed(figures, "load_s"):
+            with timed(figures, "load_s"):
                 self._finish(figures)
 
     def _take(
         self, batch: Batch, ledger: StreamLedger, figures: ReceiveFigures, waiting: StagedWeights | None
     ) -> None:
         self._position = Position("manifest")
-        ledger.record(batch)
-        if self.digests:
-            with _timed(figures, "digest_s"):
-                for name, tensor in batch:
-                    self._came.add(name, tensor, self.engine.arrived_digest(name))
-        if waiting is None:
-            with _timed(figures, "load_s"):
-                self._load_batch(batch)
+        if isinstance(batch, ParameterBatch):
+            ledger.record_specs(batch.arrived)
+            self._came = None  # nobody has seen these tensors whole
+            figures.count(len(batch.arrived), batch.nbytes)
         else:
+            ledger.record(batch)
+            self._digest(batch, figures)
+            figures.count(len(batch), sum(tensor.numel() * tensor.element_size() for _, tensor in batch))
+        if waiting is not None:
             self._position = Position("stage")
-            with _timed(figures, "stage_s"):
+            with timed(figures, "stage_s"):
                 waiting.keep(batch)
-        figures.batches += 1
-        figures.tensors += len(batch)
-        figures.bytes += sum(tensor.numel() * tensor.element_size() for _, tensor in batch)
+        elif batch or not isinstance(batch, ParameterBatch):
+            with timed(figures, "load_s"):
+                self._load_batch(batch)
+
+    def _digest(self, batch: Batch, figures: ReceiveFigures) -> None:
+        if not self.digests or self._came is None:
+            return
+        with timed(figures, "digest_s"):
+            for name, tensor in batch:
+                self._came.add(name, tensor, self.engine.arrived_digest(name))
 
     def _load_batch(self, batch: Batch) -> None:
         self._position = Position("load", tuple(name for name, _ in batch))
         self._begin_once()
-        self.loader.load(batch)
+        if isinstance(batch, ParameterBatch):
+            region_loader(self.loader).load_parameters(batch)
+        else:
+            self.loader.load(batch)
         synchronize_device()
 
     def _finish(self, figures: ReceiveFigures) -> None:
@@ -366,9 +259,14 @@ class RefitReceiver:
 
     def _begin_once(self) -> None:
         if not self._begun:
-            self._begun = self.dirty = True
-            self.version = self.stream_digest = None
+            self._begun = True
+            self._touch()
             self.loader.begin()
+
+    def _complete(self, version: int, figures: ReceiveFigures) -> dict[str, Any]:
+        self._loaded = version
+        print(figures.line(self.loader.kind), flush=True)
+        return figures.to_dict()
 
     def _give_up(self, error: BaseException) -> None:
         position = self._position
@@ -381,35 +279,7 @@ class RefitReceiver:
         if self._begun:
             self._begun = False
             self.fenced = f"a refit failed after it had begun to write: {error}"
-            _quietly(error, "clean up the model", self.loader.abort)
+            quietly(error, "clean up the model", self.loader.abort)
 
     def _tell_engine(self, error: BaseException) -> None:
-        _quietly(error, "tell the engine", lambda: self.engine.abort_refit(error))
-
-    def _lifecycle(self, message: str, phase: str) -> LifecycleError:
-        return LifecycleError(message, side="rollout", rank=self.rank, phase=phase)
-
-
-@contextmanager
-def _timed(figures: ReceiveFigures, name: str) -> Iterator[None]:
-    started = time.perf_counter()
-    try:
-        yield
-    finally:
-        setattr(figures, name, getattr(figures, name) + time.perf_counter() - started)
-
-
-def _quietly(error: BaseException, what: str, call: Callable[[], object]) -> None:
-    """Run a clean-up step; its own failure is noted on ``error``, which is the one to report."""
-    try:
-        call()
-    except Exception as second:  # noqa: BLE001 - the first error must not be replaced by a later one
-        error.add_note(f"then could not {what}: {type(second).__name__}: {second}")
-
-
-async def _close_quietly(error: BaseException, batches: AsyncGenerator[Batch, None]) -> None:
-    """Close an engine's generator, as `_quietly` does."""
-    try:
-        await batches.aclose()
-    except Exception as second:  # noqa: BLE001 - as in `_quietly`
-        error.add_note(f"then could not close the stream: {type(second).__name__}: {second}")
+        quietly(error, "tell the engine", lambda: self.engine.abort_refit(error))

@@ -8,7 +8,9 @@ import psutil
 import torch
 
 from weightsync.capacity import host_memory_bytes
+from weightsync.engines.base import ParameterBatch
 from weightsync.errors import ConfigurationError
+from weightsync.layout.tables import RankTable
 from weightsync.rollout.loader import Batch
 from weightsync.tensors import WeightManifest
 
@@ -29,13 +31,21 @@ class StagedWeights:
         self._batches: list[Batch] = []
         self.nbytes = 0
 
-    def require_room(self, manifest: WeightManifest) -> None:
+    def require_room(self, manifest: WeightManifest, table: RankTable | None = None) -> None:
         """Refuse an update that does not fit, before any of it comes.
+
+        Args:
+            manifest: of the update.
+            table: what this rank stores of it, where it comes by regions.
 
         Raises:
             ConfigurationError: it is larger than the limit.
         """
-        self._require(manifest.nbytes)
+        if table is None:
+            self._require(manifest.nbytes)
+            return
+        whole = sum(spec.nbytes for spec in manifest.tensors if spec.name in table.whole)
+        self._require(whole + sum(storage.nbytes for storage in table.storages))
 
     def keep(self, batch: Batch) -> None:
         """Copy a batch, whose tensors are only borrowed.
@@ -44,7 +54,9 @@ class StagedWeights:
             ConfigurationError: there is no room for it.
         """
         self._require(self.nbytes + sum(tensor.nbytes for _, tensor in batch))
-        self._batches.append([(name, _copy(tensor)) for name, tensor in batch])
+        if batch:
+            copies = [(name, _copy(tensor)) for name, tensor in batch]
+            self._batches.append(ParameterBatch(copies) if isinstance(batch, ParameterBatch) else copies)
         self.nbytes += sum(tensor.nbytes for _, tensor in batch)
 
     def take(self) -> Iterator[Batch]:
