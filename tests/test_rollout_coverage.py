@@ -225,23 +225,14 @@ def vllm_config(**parallel):
     return SimpleNamespace(
         quant_config=None,
         speculative_config=None,
-        parallel_config=SimpleNamespace(
-            **{"pipeline_parallel_size": 1, "enable_expert_parallel": False, **parallel}
-        ),
+        parallel_config=SimpleNamespace(**{"enable_eplb": False, **parallel}),
     )
 
 
-@pytest.mark.parametrize(
-    ("parallel", "instead"),
-    [
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size 1"),
-        ({"enable_expert_parallel": True}, "enable_expert_parallel=False"),
-    ],
-)
-def test_what_leaves_tensors_to_other_ranks_is_refused(parallel, instead):
+def test_experts_that_move_by_themselves_are_refused():
     VllmLoader(SimpleNamespace(vllm_config=vllm_config()))
-    with pytest.raises(ConfigurationError, match=f"in this version: start vLLM with {instead}"):
-        VllmLoader(SimpleNamespace(vllm_config=vllm_config(**parallel)))
+    with pytest.raises(ConfigurationError, match="start vLLM with enable_eplb=False"):
+        VllmLoader(SimpleNamespace(vllm_config=vllm_config(enable_eplb=True)))
 
 
 def test_empty_tensors_need_no_reading():

@@ -43,7 +43,7 @@ def loader(monkeypatch):
         quant_config=None,
         speculative_config=None,
         model_config=None,
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1, enable_expert_parallel=False),
+        parallel_config=SimpleNamespace(enable_eplb=False),
     )
     model = FakeModel()
     runner = SimpleNamespace(get_model=lambda: model)

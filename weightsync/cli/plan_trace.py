@@ -6,16 +6,14 @@ its ``load_weights`` is watched: which region of which tensor lands where in whi
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 
@@ -26,6 +24,7 @@ from weightsync.layout.parallel import RolloutGrid
 from weightsync.layout.pieces import ABSENT, Layout, LayoutBuilder, Piece, TensorInfo
 from weightsync.layout.regions import Box
 from weightsync.layout.strided import View, piece_from_copy
+from weightsync.rollout.vllm.emulation import EnginePlace, config_at, standing_at
 
 _MAX_REASON = 300
 _DTYPES = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
@@ -226,63 +225,13 @@ def _engine_config(values: Mapping[str, Any]) -> Iterator[Any]:
 
 def _rank_config(engine: Any, grid: RolloutGrid) -> Any:
     """Copy a configuration for one rank: models enter themselves into its registries."""
-    config = copy.copy(engine)
-    config.compilation_config = copy.copy(engine.compilation_config)
-    config.compilation_config.static_forward_context = {}
-    config.compilation_config.static_all_moe_layers = []
-    config.device_config = copy.copy(engine.device_config)
-    config.device_config.device = torch.device("meta")  # the transformers backend makes its weights there
-    parallel = config.parallel_config = copy.copy(engine.parallel_config)
-    parallel.tensor_parallel_size, parallel.pipeline_parallel_size = grid.tp, grid.pp
-    parallel.data_parallel_size, parallel.enable_expert_parallel = grid.dp, grid.expert_parallel
-    return config
+    return config_at(engine, _engine_place(grid, _Place(0, 0, 0)))
 
 
-class _Group:
-    """Stands for a process group that is asked for its size and this rank's place, and for nothing else."""
-
-    device_communicator = None
-    mq_broadcaster = None
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank = self.rank_in_group = self.local_rank = rank
-        self.world_size = size
-        self.ranks = list(range(size))
-        self.device_group = self.cpu_group = self
-        self.is_first_rank, self.is_last_rank = rank == 0, rank == size - 1
-        self.first_rank, self.last_rank = 0, size - 1
-
-    def size(self) -> int:
-        return self.world_size
-
-
-@contextmanager
-def _standing_at(grid: RolloutGrid, place: _Place) -> Iterator[None]:
+def _standing_at(grid: RolloutGrid, place: _Place) -> AbstractContextManager[None]:
     """Make vLLM believe that this process is one rank of an engine."""
-    from vllm.distributed import parallel_state
-    from vllm.model_executor.layers.fused_moe import expert_map_manager
-    from vllm.model_executor.models import utils
+    return standing_at(_engine_place(grid, place))
 
-    one, within = _Group(0, 1), place.data * grid.tp + place.tensor
-    groups = {
-        "_TP": _Group(place.tensor, grid.tp),
-        "_PP": _Group(place.stage, grid.pp),
-        "_DP": _Group(place.data, grid.dp),
-        "_EP": _Group(within, grid.expert_ranks),
-        "_EPLB": None, "_PCP": one, "_DCP": one,
-        "_WORLD": _Group(place.stage * grid.tp + place.tensor, grid.pp * grid.tp),
-    }  # fmt: skip
-    determine = expert_map_manager.determine_expert_map
 
-    def on_host(*args: Any, **kwargs: Any) -> Any:
-        with torch.device("cpu"):  # its values decide which experts are loaded
-            return determine(*args, **kwargs)
-
-    with ExitStack() as patches:
-        for name, group in groups.items():
-            if hasattr(parallel_state, name):
-                patches.enter_context(patch.object(parallel_state, name, group))
-        # Kept by the identity of the model, which a freed one hands on to the next rank's.
-        patches.enter_context(patch.object(utils, "_model_to_pp_missing_layer_names", {}))
-        patches.enter_context(patch.object(expert_map_manager, "determine_expert_map", on_host))
-        yield
+def _engine_place(grid: RolloutGrid, place: _Place) -> EnginePlace:
+    return EnginePlace(grid.tp, grid.pp, grid.dp, grid.expert_parallel, place.tensor, place.stage, place.data)

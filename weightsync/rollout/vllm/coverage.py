@@ -47,7 +47,7 @@ class CoverageReport:
     refused: dict[str, str] = field(default_factory=dict)
     """Tensors at which ``load_weights`` raised: unknown, or of a shape that does not fit."""
     unused: list[str] = field(default_factory=list)
-    """Tensors that the model never reads."""
+    """Tensors that no rank's model reads."""
     partly_read: dict[str, str] = field(default_factory=dict)
     """Tensors of which the model reads only a part, though the ranks together should read all."""
     mistyped: dict[str, str] = field(default_factory=dict)
@@ -68,6 +68,8 @@ class CoverageReport:
     """Of the parameters, before any processing."""
     absent: list[str] = field(default_factory=list)
     """Tensors that this rank rightly reads nothing of: other ranks of its engine do."""
+    tied: frozenset[str] = frozenset()
+    """Further names of parameters that have several."""
     experts: frozenset[str] = frozenset()
     """Parameters of routed experts."""
 

@@ -63,7 +63,7 @@ class VllmLoader:
     def check_manifest(self, manifest: WeightManifest) -> None:
         """Refuse a manifest that would not fill this rank's model; see `WeightLoader`."""
         report = self.coverage(manifest)
-        _require_complete(report, self._tied_names(), self._allow_missing, self._allow_unused)
+        _require_complete(report, self._allow_missing, self._allow_unused)
         if self._reloading:  # the engine announced no manifest: this one is made of what came
             self._report = report
         else:
@@ -91,11 +91,12 @@ class VllmLoader:
     def load(self, batch: Batch) -> None:
         """Load a batch, and copy what vLLM defers out of its memory; see `WeightLoader`."""
         # A tied output layer's own name: vLLM takes it only beside the embedding, in the same call.
-        skipped = frozenset(self._report.unused)
+        skipped = frozenset((*self._report.unused, *self._report.absent))
         used = [(name, tensor) for name, tensor in batch if name not in skipped]
         storages = {tensor.untyped_storage().data_ptr() for _, tensor in used}
         with self._context():
-            self.model.load_weights(iter(used))  # type: ignore[operator]
+            if used:
+                self.model.load_weights(iter(used))  # type: ignore[operator]
             self.notes["detached_bytes"] += reload.detach_deferred(self.model, storages - {0})
 
     def finish(self) -> None:
@@ -139,12 +140,6 @@ class VllmLoader:
         with set_current_vllm_config(self._config), torch.device(self._worker.device), torch.no_grad():
             yield
 
-    def _tied_names(self) -> frozenset[str]:
-        """Return the further names of tensors that have several."""
-        canonical = {name for name, _ in self.model.named_parameters()}
-        every = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        return frozenset(every - canonical)
-
     def _reset_derived_state(self) -> None:
         # vLLM does this after its own weight updates, but not inside the layerwise lifecycle.
         reset = getattr(self._worker.model_runner, "reset_lora_state", None)
@@ -153,12 +148,9 @@ class VllmLoader:
 
 
 def _require_complete(
-    report: CoverageReport,
-    tied: frozenset[str],
-    allow_missing: Sequence[str],
-    allow_unused: Sequence[str],
+    report: CoverageReport, allow_missing: Sequence[str], allow_unused: Sequence[str]
 ) -> None:
-    unused = [n for n in report.unused if n not in tied and not _matches(n, allow_unused)]
+    unused = [n for n in report.unused if n not in report.tied and not _matches(n, allow_unused)]
     partly = {n: why for n, why in report.partly_read.items() if not _matches(n, allow_unused)}
     missing = {n: why for n, why in report.missing.items() if not _matches(n, allow_missing)}
     _refuse("vLLM refuses", report.refused)
@@ -191,16 +183,10 @@ def _require_supported(vllm_config: Any) -> None:
         raise ConfigurationError(
             "checkpoint-engine refit does not update draft models: start vLLM without a draft model"
         )
-    parallel = vllm_config.parallel_config
-    if parallel.pipeline_parallel_size > 1:
+    if vllm_config.parallel_config.enable_eplb:
         raise ConfigurationError(
-            "checkpoint-engine refit does not cover pipeline parallel in this version: start vLLM with "
-            f"pipeline_parallel_size 1, not {parallel.pipeline_parallel_size}: use tensor_parallel_size"
-        )
-    if parallel.enable_expert_parallel:
-        raise ConfigurationError(
-            "checkpoint-engine refit does not cover expert parallel in this version: start vLLM with "
-            "enable_expert_parallel=False; experts are then sharded by tensor_parallel_size"
+            "checkpoint-engine refit does not follow experts that vLLM copies or moves between ranks (EPLB): "
+            "start vLLM with enable_eplb=False"
         )
 
 

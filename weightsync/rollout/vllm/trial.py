@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from weightsync.rollout.vllm.coverage import CoverageReport, RankPlace, build_report, meta_tensors
+from weightsync.rollout.vllm.emulation import EnginePlace, config_at, on_meta, private_config, standing_at
 from weightsync.rollout.vllm.tracer import LoadTracer
 from weightsync.tensors import WeightManifest
 
@@ -20,14 +19,20 @@ _MAX_REASON_CHARS = 200
 class TrialModel:
     """The model of one vLLM worker without its memory; made once, tried as often as manifests change.
 
+    Where ranks divide a model by layers or by experts, a second trial model, of the whole, tells what is left
+    to other ranks from what the model does not know.
+
     Args:
         vllm_config: the worker's configuration.
     """
 
     def __init__(self, vllm_config: Any) -> None:
-        self._config = _private_copy(vllm_config)
-        self._model = _build_on_meta(self._config)
+        self._config = private_config(vllm_config)
+        with on_meta():
+            self._model = _build_on_meta(self._config)
         self._place = rank_place(vllm_config)
+        self._whole: _WholeModel | None = None
+        self._divided = _is_divided(vllm_config)
 
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -36,16 +41,60 @@ class TrialModel:
 
     def try_manifest(self, manifest: WeightManifest) -> CoverageReport:
         """Run ``load_weights`` on tensors of the manifest's shapes, and report what it did."""
-        from vllm.config import set_current_vllm_config
-
-        sources = meta_tensors(manifest)
-        targets = [*self._model.named_parameters(), *self._model.named_buffers()]
-        tracer = LoadTracer(targets, sources)
-        with set_current_vllm_config(self._config), torch.device("meta"), torch.no_grad(), tracer:
-            refused = _feed(self._model, sources)
-        report = build_report(manifest, tracer.writes, self.parameters, refused, self._place)
-        report.experts = expert_parameters(self._model)
+        report = _try(self._model, self._config, manifest, self._place)
+        if self._divided:
+            self._whole = self._whole or _WholeModel(self._config)
+            self._whole.settle(report)
         return report
+
+
+class _WholeModel:
+    """The model of a worker as it would be if one rank held all of it."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config_at(config, EnginePlace())
+        with standing_at(EnginePlace()):
+            self._model = _build_on_meta(self._config)
+
+    def settle(self, report: CoverageReport) -> None:
+        """Sort out what one rank left unread: what the whole model reads is some other rank's."""
+        doubtful = {*report.unused, *report.partly_read}
+        if report.manifest is None or not doubtful:
+            return
+        specs = (spec for spec in report.manifest.tensors if spec.name in doubtful)
+        with standing_at(EnginePlace()):
+            whole = _try(self._model, self._config, WeightManifest.build(specs), RankPlace())
+        unknown = {*whole.unused, *whole.refused}
+        report.absent = [name for name in report.unused if name not in unknown]
+        report.unused = [name for name in report.unused if name in whole.unused]
+        report.refused.update(whole.refused)
+        report.partly_read = whole.partly_read
+        report.tied |= whole.tied
+
+
+def _try(model: torch.nn.Module, config: Any, manifest: WeightManifest, place: RankPlace) -> CoverageReport:
+    from vllm.config import set_current_vllm_config
+
+    sources = meta_tensors(manifest)
+    tracer = LoadTracer([*model.named_parameters(), *model.named_buffers()], sources)
+    with on_meta(), set_current_vllm_config(config), torch.device("meta"), torch.no_grad(), tracer:
+        refused = _feed(model, sources)
+    report = build_report(manifest, tracer.writes, dict(model.named_parameters()), refused, place)
+    report.experts = expert_parameters(model)
+    report.tied = _tied_names(model)
+    return report
+
+
+def _is_divided(vllm_config: Any) -> bool:
+    """Whether there are tensors that this rank reads nothing of."""
+    parallel = vllm_config.parallel_config
+    return bool(parallel.pipeline_parallel_size > 1 or parallel.enable_expert_parallel)
+
+
+def _tied_names(model: torch.nn.Module) -> frozenset[str]:
+    """Return the further names of parameters that have several."""
+    canonical = {name for name, _ in model.named_parameters()}
+    return frozenset(name for name, _ in model.named_parameters(remove_duplicate=False)) - canonical
 
 
 def expert_parameters(model: torch.nn.Module) -> frozenset[str]:
@@ -111,15 +160,3 @@ def _build_on_meta(config: Any) -> Any:
     dtype = config.model_config.dtype
     with set_current_vllm_config(config), torch.device("meta"), set_default_torch_dtype(dtype):
         return initialize_model(vllm_config=config)
-
-
-def _private_copy(vllm_config: Any) -> Any:
-    """Copy a configuration so that a second model does not enter itself into the first one's registries."""
-    config = copy.copy(vllm_config)
-    compilation = copy.copy(vllm_config.compilation_config)
-    compilation.static_forward_context = {}
-    compilation.static_all_moe_layers = []
-    compilation.enabled_custom_ops = Counter()
-    compilation.disabled_custom_ops = Counter()
-    config.compilation_config = compilation
-    return config
