@@ -25,14 +25,13 @@ from weightsync.config import RefitLifecycle
 from weightsync.crew import Crew, Deadline, StepError, require_complete
 from weightsync.errors import DeadlineError, ProtocolError, RefitError, WeightSyncError
 from weightsync.failures import Serving, list_ranks, refit_error
-from weightsync.lifecycle.casualties import Casualties, accused_by
+from weightsync.lifecycle.casualties import Casualties
 from weightsync.lifecycle.cleanup import Cleanup, refusals
+from weightsync.lifecycle.late import as_they_end, patience_of
 from weightsync.lifecycle.plan import Progress, RefitPlan
 from weightsync.lifecycle.steps import Steps, as_step_error
 from weightsync.report import LeftOut, RankFigures, RefitReport
 from weightsync.topology import RankId
-
-_MOMENT_S = 1.0
 
 
 class Refit:
@@ -58,6 +57,7 @@ class Refit:
         self._figures: dict[str, tuple[RankFigures, ...]] = {}
         self._paused_at: float | None = None
         self._paused_s = 0.0
+        self._starting: Deadline | None = None
         self._notes: list[str] = []
 
     @property
@@ -184,8 +184,10 @@ class Refit:
 
     def _transfer(self) -> None:
         crew = self._casualties.left
+        self._starting = Deadline(self._settings.connect_s)
         transfer = crew.transfer(staged=self._settings.commit == "staged")
         answers = self._do.require("transfer", *transfer, patience_s=self._settings.connect_s)
+        self._starting = None
         for group in (crew.policy, crew.rollout):
             require_complete(answers, group, "transfer")
         self._figures = {"policy": (), "rollout": ()}
@@ -278,21 +280,14 @@ class Refit:
             self._paused_s = time.perf_counter() - self._paused_at
 
     def _put_the_late_right(self, failures: list[Failure]) -> None:
-        """Resume the hosts that could not be asked before, once they have ended what they were in.
-
-        A healthy rank waits out its own ``connect_s`` for a peer that is gone. One that a peer calls lost is
-        not waited for.
-        """
-        gone = {rank for failure in failures for rank in accused_by(failure)}
-        left = self._crew.patient()
-        late = {who for who in self._crew.busy() if who.side == "rollout" and who.rank not in gone}
-        if not late or not self._progress.paused:
+        """Resume the hosts that could not be asked before, each once it has ended what it was in."""
+        if not self._progress.paused:
             return
-        # A moment also for those whose time has run out meanwhile: they are about to end.
-        within_s = min(max(left.get(who, 0.0) for who in late) + _MOMENT_S, self._deadline.left_s())
-        still = {who for who in self._crew.settle(within_s, late) if who.side == "rollout"}
-        busy = {self._crew.host_of(who.rank) for who in still}
-        if hosts := {self._crew.host_of(who.rank) for who in late} - busy:
+        patience = patience_of(self._crew, failures)
+        if not failures and self._starting is not None:
+            # Interrupted before it was known who had been called: any may be waiting for peers that were not.
+            patience |= {who: self._starting.left_s() for who in self._crew.busy() - patience.keys()}
+        for hosts in as_they_end(self._crew, patience, self._deadline):
             crew = self._crew.among(hosts)
             self._contain(crew, f"{self._plan} failed while this rank waited for a peer")
             self._cleanup.resume(crew)

@@ -1,0 +1,50 @@
+"""The engine hosts that a failed refit finds busy, and how long each of them is waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from weightsync.cluster.base import Failure
+from weightsync.crew import Crew, Deadline
+from weightsync.errors import PeerLostError
+from weightsync.lifecycle.casualties import accused_by
+from weightsync.topology import RankId
+
+MOMENT_S = 2.5
+"""What a rank may need from its own deadline on: in up to two seconds it tells peers that it has not met."""
+
+_LOOK_S = 0.1
+
+
+def patience_of(crew: Crew, failures: Sequence[Failure]) -> dict[RankId, float]:
+    """Return in how many seconds busy ranks give up by themselves.
+
+    A healthy one waits out its own ``connect_s`` for a peer that is gone. One that a peer calls lost, as a
+    stopped process is, will not end anything.
+    """
+    lost = [failure for failure in failures if failure.record.kind == PeerLostError.__name__]
+    gone = {RankId("rollout", rank) for failure in lost for rank in accused_by(failure)}
+    return {who: left for who, left in crew.patient().items() if who not in gone}
+
+
+def as_they_end(crew: Crew, patience: Mapping[RankId, float], deadline: Deadline) -> Iterator[set[int]]:
+    """Yield the busy hosts, by first rank, as they end what they are in; all get a moment, whatever they are.
+
+    Args:
+        crew: whose rollout ranks may be busy.
+        patience: seconds that ranks may go on by themselves, before the moment.
+        deadline: when nobody is waited for any more.
+    """
+    waited_s: dict[int, float] = {}
+    for who in crew.busy():
+        if who.side == "rollout":
+            host = crew.host_of(who.rank)
+            waited_s[host] = max(waited_s.get(host, 0.0), patience.get(who, 0.0) + MOMENT_S)
+    waiting = {host: Deadline(min(seconds, deadline.left_s())) for host, seconds in waited_s.items()}
+    while waiting := {host: until for host, until in waiting.items() if until.left_s() > 0}:
+        busy = {who for who in crew.settle(_LOOK_S) if who.side == "rollout"}
+        still = {crew.host_of(who.rank) for who in busy}
+        ended = waiting.keys() - still
+        waiting = {host: until for host, until in waiting.items() if host in still}
+        if ended:
+            yield ended
