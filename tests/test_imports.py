@@ -55,6 +55,7 @@ RANKS = {
     "weightsync.lifecycle": 7,
     "weightsync.membership": 7,
     "weightsync.report": 7,
+    "weightsync.shares": 7,
     "weightsync.progress": 7,
     "weightsync.status": 7,
     "weightsync.synchronizer": 7,

@@ -45,6 +45,29 @@ def test_a_report_goes_through_json():
     assert data["policy"] == []
 
 
+def test_a_refit_by_regions_says_how_the_bytes_came_and_what_took_the_full_path():
+    ways = {"in_place": 1_500_000_000, "staged": 0, "whole": 400}
+    figures = [FIGURES | {"copies": ways}, FIGURES | {"copies": ways, "bytes": 1_000_000_000}]
+    rollout = tuple(RankFigures.from_value("rollout", rank, value) for rank, value in enumerate(figures))
+    whole = {f"t{index}": f"why {index}" for index in range(7)}
+    by_regions = report(rollout=rollout, whole=whole)
+    assert by_regions.copies == {"in_place": 3_000_000_000, "staged": 0, "whole": 800}
+    assert (
+        "; by regions: 3.000 GB in place, 0 bytes staged, 800 bytes whole, 1.000 GB to 2.000 GB a rank; 7 "
+        "tensors took the full path ('t0': why 0; 't1': why 1; 't2': why 2; 't3': why 3; 't4': why 4; and 2 "
+        "more); slowest rollout"
+    ) in str(by_regions)
+    data = json.loads(json.dumps(by_regions.to_dict()))
+    assert data["whole"] == whole
+    assert data["copies"] == by_regions.copies
+    assert data["bytes_by_rank"] == {"0": 2_000_000_000, "1": 1_000_000_000}
+
+
+def test_of_other_refits_it_says_nothing_of_that():
+    assert "regions" not in str(report())
+    assert report().to_dict()["copies"] == report().to_dict()["whole"] == {}
+
+
 def test_what_else_a_worker_says_is_kept():
     extra = {"casts": {"float32 -> bfloat16": 3}, "detached_bytes": 4096}
     figures = RankFigures.from_value("rollout", 2, FIGURES | extra)

@@ -1,16 +1,18 @@
-"""Making the engines of both sides and connecting them: capacities, bucket size, metadata, topology."""
+"""Making the engines of both sides and connecting them: capacities, bucket size, shares, metadata."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from weightsync.cluster.base import PendingCall, WorkerGroup
+from weightsync.cluster.base import PendingCall, WorkerGroup, driver_failure
 from weightsync.cluster.view import ranks_of
 from weightsync.config import RefitConfig, resolve_bucket_size
-from weightsync.crew import Crew, Deadline, require_complete
-from weightsync.errors import ConfigurationError
+from weightsync.crew import Crew, Deadline, StepError, require_complete
+from weightsync.errors import ConfigurationError, WeightSyncError
 from weightsync.names import portable_backend
+from weightsync.shares import PHASE as LAYOUT
+from weightsync.shares import Shares
 from weightsync.topology import RankId
 
 
@@ -61,10 +63,12 @@ class Connection:
         bucket_size: bytes of one transfer bucket; fixed once it is known.
         is_due: whether the engines must prepare and connect again before the next refit.
         lacks_engines: whether a worker may have been started anew behind its handle, and so have no engine.
+        shares: what the ranks have said of theirs, in a refit by regions.
     """
 
     def __init__(self, crew: Crew, config: RefitConfig) -> None:
         self.bucket_size: int | None = None
+        self.shares = Shares(config)
         self.is_due = False
         self.lacks_engines = False
         self._crew = crew
@@ -76,12 +80,15 @@ class Connection:
 
         Raises:
             StepError: a worker could not.
-            ConfigurationError: no bucket fits into the smallest worker.
+            ConfigurationError: no bucket fits into the smallest worker, or a tensor cannot be moved as it
+                must be.
+            ManifestError: the policy ranks would send different tensors, or one that nobody reads.
         """
         if self.bucket_size is None:
             # The first call also waits for workers that are still starting.
             self.bucket_size = agree_on_bucket_size(self._crew, self._config, deadline)
         make_engines(self._crew, self._config, self.bucket_size, Deadline(min(step_s, deadline.left_s())))
+        self.shares.learn(self._crew, deadline, step_s=step_s)
         self._connect(Deadline(min(step_s, deadline.left_s())))
 
     def again(self, deadline: Deadline, crew: Crew | None = None) -> None:
@@ -98,6 +105,11 @@ class Connection:
         if self.lacks_engines and self.bucket_size is not None:
             # A worker that was started anew gets an engine; policy workers that have theirs keep it.
             make_engines(crew or self._crew, self._config, self.bucket_size, deadline)
+            try:
+                self.shares.learn(crew or self._crew, deadline)
+            except WeightSyncError as error:  # in a refit, whatever fails is a rank's failure
+                who = RankId(error.context.side or "policy", error.context.rank or 0)
+                raise StepError(LAYOUT, [driver_failure(who, LAYOUT, type(error), error.message)]) from error
         self._connect(deadline, crew)
 
     def change(self, deadline: Deadline, *, policy: Collection[int], rollout: Collection[int]) -> None:
@@ -110,7 +122,9 @@ class Connection:
 
         Raises:
             StepError: a worker could not; all of them must connect anew then.
-            ConfigurationError: a new worker has too little memory for the buckets of the others.
+            ConfigurationError: a new worker has too little memory for the buckets of the others, or a tensor
+                cannot be moved there as it must be.
+            ManifestError: a new policy worker would send other tensors than the others.
         """
         self.is_due = self.lacks_engines = True  # until it has worked
         if self.bucket_size is None:
@@ -121,6 +135,7 @@ class Connection:
         _require_room(answers, self._config.bucket_memory_ratio, self.bucket_size)
         engine = _engine_arguments(self._config, self.bucket_size)
         new.require("init", "init_checkpoint_engine", engine, deadline)
+        self.shares.learn(self._crew, deadline, policy=policy, rollout=rollout)
         prepared = new.require("prepare", "prepare_checkpoint_engine", None, deadline)
         for who, metadata in prepared.items():
             self._metadata[who.side][who.rank] = metadata
@@ -130,10 +145,14 @@ class Connection:
     def insert(self, side: str, rank: int, count: int) -> None:
         """Make room for the metadata of new ranks, which take this one and those after it."""
         self._metadata[side][rank:rank] = [None] * count
+        if side == "rollout":
+            self.shares.insert(rank, count)
 
     def remove(self, side: str, rank: int, count: int) -> None:
         """Forget the metadata of ranks that have left."""
         del self._metadata[side][rank : rank + count]
+        if side == "rollout":
+            self.shares.remove(rank, count)
 
     def _connect(self, deadline: Deadline, crew: Crew | None = None) -> None:
         """Let every engine prepare, hand all metadata to all of them, and connect both sides at once."""

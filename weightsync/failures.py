@@ -25,6 +25,7 @@ from weightsync.errors import (
 from weightsync.topology import RankId
 
 _MAX_OTHERS_SHOWN = 4
+_AGAIN = "call sync_weights again"
 _ABOUT_A_PEER = {cls.__name__ for cls in (PeerLostError, DeadlineError, TransportError)}
 
 
@@ -126,7 +127,7 @@ def refit_error(
     serving: Mapping[int, Serving] | None = None,
     afterwards: Sequence[Failure] = (),
     notes: Sequence[str] = (),
-    remedy: str = "call sync_weights again",
+    remedy: str = _AGAIN,
 ) -> tuple[RefitError, WeightSyncError]:
     """Compose the error and its cause.
 
@@ -149,6 +150,9 @@ def refit_error(
     later = [failure for failure in afterwards if failure.who not in known]
     ordered = [*cause_first(failures, lost), *cause_first(later, lost)]
     first = ordered[0]
+    if remedy == _AGAIN and "init_communicator" in first.record.message:
+        # What the cause itself asks for: the same again would fail the same way.
+        remedy = "call shutdown() and init_communicator(), then sync_weights again"
     sentences = [
         f"{attempt} failed in phase {first.record.context.phase or 'unknown'} at {first.who}: "
         f"{first.record.kind}: {first.record.message}",

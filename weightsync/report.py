@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from weightsync.errors import ErrorRecord, ProtocolError
+from weightsync.tensors import MAX_NAMES_SHOWN, list_names
 
 _GB = 1e9
 _COUNTS = ("tensors", "bytes", "batches")
@@ -102,6 +104,8 @@ class RefitReport:
     """Whether weights were loaded as they came, or ``staged`` in host memory first."""
     paused_s: float = 0.0
     """Seconds from the first request that was held back to the resume."""
+    whole: Mapping[str, str] = field(default_factory=dict)
+    """In a refit by regions, the tensors that took the full path, each with the reason and who gave it."""
 
     @property
     def ok(self) -> tuple[int, ...]:
@@ -129,6 +133,25 @@ class RefitReport:
         return sum(figures.bytes for figures in self.rollout)
 
     @property
+    def bytes_by_rank(self) -> dict[int, int]:
+        """Bytes that each rollout rank received."""
+        return {figures.rank: figures.bytes for figures in self.rollout}
+
+    @property
+    def copies(self) -> dict[str, int]:
+        """In a refit by regions, how the bytes came, over all rollout ranks: empty otherwise.
+
+        ``in_place``: from the trained parameter into the served one, one copy; ``staged``: through a transfer
+        buffer on the way; ``whole``: in tensors that took the full path.
+        """
+        total: dict[str, int] = {}
+        for figures in self.rollout:
+            found = figures.notes.get("copies")
+            for way, nbytes in found.items() if isinstance(found, Mapping) else ():
+                total[str(way)] = total.get(str(way), 0) + int(nbytes)
+        return total
+
+    @property
     def gb_per_s(self) -> float:
         """Gigabytes (1e9 bytes) a second, all rollout ranks together, over the transfer alone."""
         taken = self.seconds.get("transfer", 0.0)
@@ -149,6 +172,9 @@ class RefitReport:
             "topology": self.topology,
             "tensors": self.tensors,
             "bytes": self.bytes,
+            "bytes_by_rank": {str(rank): nbytes for rank, nbytes in self.bytes_by_rank.items()},
+            "copies": self.copies,
+            "whole": dict(self.whole),
             "batches": self.batches,
             "seconds": dict(self.seconds),
             "gb_per_s": self.gb_per_s,
@@ -162,7 +188,6 @@ class RefitReport:
         }
 
     def __str__(self) -> str:
-        size = f"{self.bytes / _GB:.3f} GB" if self.bytes >= _GB / 1000 else f"{self.bytes} bytes"
         phases = ", ".join(
             f"{phase} {taken:.2f}" for phase, taken in self.seconds.items() if phase != "total"
         )
@@ -170,7 +195,28 @@ class RefitReport:
         paused = f"; paused {self.paused_s:.2f} s" if self.paused_s else ""
         failed = f"; WITHOUT {'; '.join(map(str, self.failed))}" if self.failed else ""
         return (
-            f"refit {self.epoch} to version {self.version}: {self.tensors} tensors, {size} in "
+            f"refit {self.epoch} to version {self.version}: {self.tensors} tensors, {_size(self.bytes)} in "
             f"{self.seconds.get('total', 0.0):.2f} s ({self.gb_per_s:.2f} GB/s; seconds: {phases})"
-            f"{paused}{slowest}{failed}"
+            f"{self._by_regions()}{paused}{slowest}{failed}"
         )
+
+    def _by_regions(self) -> str:
+        """Say how the bytes of a refit by regions came, and what took the full path."""
+        if not self.copies and not self.whole:
+            return ""
+        ways = ", ".join(f"{_size(nbytes)} {way.replace('_', ' ')}" for way, nbytes in self.copies.items())
+        least, most = min(self.bytes_by_rank.values(), default=0), max(self.bytes_by_rank.values(), default=0)
+        each = _size(least) if least == most else f"{_size(least)} to {_size(most)}"
+        whole = f"; {len(self.whole)} tensors took the full path ({list_reasons(self.whole)})"
+        return f"; by regions: {ways}, {each} a rank{whole if self.whole else ''}"
+
+
+def list_reasons(whole: Mapping[str, str]) -> str:
+    """Return a bounded list of tensors that take the full path, with the reasons."""
+    shown = [f"{list_names([name])}: {whole[name]}" for name in islice(whole, MAX_NAMES_SHOWN)]
+    more = len(whole) - len(shown)
+    return "; ".join(shown) + (f"; and {more} more" if more > 0 else "")
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / _GB:.3f} GB" if nbytes >= _GB / 1000 else f"{nbytes} bytes"

@@ -296,7 +296,7 @@ class CheckpointEngineWeightSynchronizer:
         refit = Refit(crew, self._settings, plan)
         try:
             with self._shown(str(plan)):
-                report = replace(refit.run(), transport=self.config.transport, topology=self._topology)
+                report = self._named(refit.run())
             self._synced = changes
         except RefitError as error:
             if may_lack_engine(error.failures):
@@ -356,7 +356,7 @@ class CheckpointEngineWeightSynchronizer:
         )
         refit = Refit(self._crew.among(hosts), self._settings, plan)
         try:
-            report = refit.run()
+            report = self._named(refit.run())
         except RefitError:
             self._synced, self._connection.is_due = None, True
             raise
@@ -364,7 +364,15 @@ class CheckpointEngineWeightSynchronizer:
             self._epoch = refit.epoch
             self._left_out |= refit.left_out
         _log.info("%s: %s", what, report)
-        return replace(report, transport=self.config.transport)
+        return report
+
+    def _named(self, report: RefitReport) -> RefitReport:
+        """Return the report with what only the driver knows: who sent what to whom by which transport."""
+        shares = self._connection.shares
+        ways = [f"regions (shard_weights: {shares.sharding})"] if shares.sharding != "none" else []
+        if self._topology and (not ways or shares.whole):
+            ways.append(self._topology)
+        return replace(report, transport=self.config.transport, topology=" + ".join(ways), whole=shares.whole)
 
     def _learn_from(self, refit: Refit, version: int) -> None:
         self._epoch = refit.epoch
