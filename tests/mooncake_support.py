@@ -19,6 +19,12 @@ def _missing() -> str:
 _REASON = _missing()
 
 
+NEEDS_MOONCAKE = (pytest.mark.mooncake, pytest.mark.skipif(bool(_REASON), reason=_REASON))
+"""Marks of what needs the real Mooncake, for `pytest.param`."""
+
+
 def real_mooncake(test):
     """Mark a test, or a class of tests, that needs the real Mooncake."""
-    return pytest.mark.mooncake(pytest.mark.skipif(bool(_REASON), reason=_REASON)(test))
+    for mark in NEEDS_MOONCAKE:
+        test = mark(test)
+    return test

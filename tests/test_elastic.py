@@ -6,72 +6,18 @@ import pytest
 
 pytest.importorskip("nixl")
 
-from tests.test_synchronizer_nixl import Trainer, model, same, step
-from weightsync.cluster.local import LocalPolicyGroup, LocalRolloutGroup
+from tests.local_job import LocalJob
+from tests.test_synchronizer_nixl import Trainer, model
 from weightsync.errors import ConfigurationError, LifecycleError, RefitError
 from weightsync.rollout.module import ModuleRolloutWorker
-from weightsync.synchronizer import CheckpointEngineWeightSynchronizer
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(120)]
-
-WAITS = {"connect_s": 5, "stall_s": 5, "total_s": 20, "silence_s": 3}
-
-
-class Job:
-    """Two trainers of one model, and modules that serve it."""
-
-    def __init__(self, transport: str = "nixl", rollout: int = 1, **settings) -> None:
-        self.trained = model(0)
-        self.trainers = [Trainer(self.trained, rank) for rank in range(2)]
-        self.hosts = [self.host() for _ in range(rollout)]
-        scope = {"device": "cpu", "update_weights_bucket_memory_ratio": 0.0005, **settings}
-        self.policy, self.rollout = LocalPolicyGroup(self.trainers), LocalRolloutGroup(self.hosts)
-        self.synchronizer = CheckpointEngineWeightSynchronizer(
-            self.policy,
-            self.rollout,
-            {
-                "policy": {
-                    "generation": {
-                        "refit_transport": transport,
-                        "refit_cfg": {transport: scope},
-                        "refit_lifecycle": WAITS,
-                    }
-                }
-            },
-            progress=False,
-        )
-        self.synchronizer.init_communicator()
-
-    def host(self) -> ModuleRolloutWorker:
-        return ModuleRolloutWorker(model(9))
-
-    def train(self) -> None:
-        step(self.trained)
-        self.synchronizer.mark_stale()
-
-    def add(self, count: int = 1):
-        new = [self.host() for _ in range(count)]
-        report = self.synchronizer.add_rollout(*new)
-        self.hosts += new
-        return report
-
-    def remove(self, rank: int) -> None:
-        self.synchronizer.remove_rollout(rank)
-        del self.hosts[rank]
-
-    def all_serve(self, version: int) -> bool:
-        return all(same(host.model, self.trained) for host in self.hosts) and [
-            host.published_version for host in self.hosts
-        ] == [version] * len(self.hosts)
 
 
 @pytest.fixture
 def job(request):
-    made = Job(**getattr(request, "param", {}))
-    yield made
-    made.synchronizer.shutdown()
-    made.policy.close()
-    made.rollout.close()
+    with LocalJob(**getattr(request, "param", {})) as made:
+        yield made
 
 
 ALL = [
@@ -122,7 +68,7 @@ def test_a_newcomer_waits_where_the_policy_has_moved_on(job):
 @pytest.mark.parametrize("job", [{"topology": "auto", "rollout": 3}], indirect=True)
 def test_workers_are_replaced_in_their_place(job):
     job.synchronizer.sync_weights()
-    job.hosts[1] = job.host()
+    job.hosts[1] = job.make_host()
     report = job.synchronizer.replace_rollout(1, job.hosts[1])
     assert [figures.rank for figures in report.rollout] == [1]
     assert job.all_serve(1)
@@ -136,7 +82,7 @@ def test_workers_are_replaced_in_their_place(job):
 @pytest.mark.parametrize("job", [{"topology": "pairs"}], indirect=True)
 def test_what_cannot_be_is_refused_and_the_group_is_as_it_was(job):
     job.synchronizer.sync_weights()
-    new = [job.host(), job.host()]
+    new = [job.make_host(), job.make_host()]
     with pytest.raises(ConfigurationError, match=r"2 policy and 3 rollout workers.*write topology: auto"):
         job.synchronizer.add_rollout(*new)
     with pytest.raises(ConfigurationError, match="no rollout worker begins at rank 7; they begin at 0"):
@@ -170,9 +116,9 @@ def test_a_newcomer_that_fails_stays_out_or_without_a_version_and_the_others_ser
 def test_members_change_only_while_connected(job):
     job.synchronizer.shutdown()
     for call in (
-        lambda: job.synchronizer.add_rollout(job.host()),
+        lambda: job.synchronizer.add_rollout(job.make_host()),
         lambda: job.synchronizer.remove_rollout(0),
-        lambda: job.synchronizer.replace_rollout(0, job.host()),
+        lambda: job.synchronizer.replace_rollout(0, job.make_host()),
         lambda: job.synchronizer.replace_policy(0, job.trainers[0]),
     ):
         with pytest.raises(LifecycleError, match="shut down"):

@@ -10,15 +10,15 @@ import torch
 
 pytest.importorskip("nixl")
 
-from tests.test_synchronizer_nixl import Trainer, model, same, step
+from tests.local_job import LocalJob
+from tests.mooncake_support import NEEDS_MOONCAKE
+from tests.test_synchronizer_nixl import Trainer, model
 from weightsync.cluster.local import LocalPolicyGroup, LocalRolloutGroup
 from weightsync.errors import ConfigurationError, RefitError, WorkerFencedError
 from weightsync.rollout.module import ModuleLoader, ModuleRolloutWorker
 from weightsync.synchronizer import CheckpointEngineWeightSynchronizer
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(120)]
-
-WAITS = {"connect_s": 5, "stall_s": 5, "total_s": 30, "silence_s": 2}
 
 
 class BrokenLoader(ModuleLoader):
@@ -38,49 +38,18 @@ class BrokenLoader(ModuleLoader):
 
 
 class Host(ModuleRolloutWorker):
-    def __init__(self, seed):
-        super().__init__(model(seed))
+    def __init__(self):
+        super().__init__(model(9))
         self.loader = BrokenLoader(self.model)
         self._endpoint._make_loader = lambda: self.loader
 
 
-class Job:
-    """Three trainers of one model, and three modules that serve it."""
-
-    def __init__(self, transport="nixl", rollout=3, lifecycle=(), **settings):
-        self.trained = model(0)
-        self.trainers = [Trainer(self.trained, rank) for rank in range(3)]
-        self.hosts = [Host(9) for _ in range(rollout)]
-        self.policy, self.rollout = LocalPolicyGroup(self.trainers), LocalRolloutGroup(self.hosts)
-        scope = {"device": "cpu", "update_weights_bucket_memory_ratio": 0.0001, **settings}
-        generation = {
-            "refit_transport": transport,
-            "refit_cfg": {transport: scope},
-            "refit_lifecycle": WAITS | {"on_failure": "continue"} | dict(lifecycle),
-        }
-        self.synchronizer = CheckpointEngineWeightSynchronizer(
-            self.policy, self.rollout, {"policy": {"generation": generation}}, progress=False
-        )
-        self.synchronizer.init_communicator()
-
-    def sync(self):
-        step(self.trained)
-        self.synchronizer.mark_stale()
-        return self.synchronizer.sync_weights()
-
-    def serves(self, rank, version):
-        host = self.hosts[rank]
-        host.require_serving()
-        return host.published_version == version and same(host.model, self.trained)
-
-
 @pytest.fixture
 def job(request):
-    made = Job(**getattr(request, "param", {}))
-    yield made
-    made.synchronizer.shutdown()
-    made.policy.close()
-    made.rollout.close()
+    """Three trainers of one model, and three modules that serve it."""
+    settings = {"trainers": 3, "rollout": 3, "make_host": Host, "lifecycle": {"on_failure": "continue"}}
+    with LocalJob(**settings | getattr(request, "param", {})) as made:
+        yield made
 
 
 ALL = [
@@ -95,7 +64,17 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize("job", ALL, indirect=True, ids=lambda kw: "-".join(map(str, kw.values())))
+def cases(settings, *topologies):
+    """Return these settings, and those of Mooncake in some topologies."""
+    each = [*settings, *({"transport": "mooncake", "topology": topology} for topology in topologies)]
+    marks = {"mooncake": (pytest.mark.slow, *NEEDS_MOONCAKE)}
+    return [
+        pytest.param(kw, id="-".join(map(str, kw.values())), marks=marks.get(kw["transport"], ()))
+        for kw in each
+    ]
+
+
+@pytest.mark.parametrize("job", cases(ALL, "pairs", "ring"), indirect=True)
 def test_a_loader_that_breaks_costs_its_own_engine_only(job):
     job.sync()
     job.hosts[1].loader.breaks = True
@@ -115,11 +94,16 @@ def test_a_loader_that_breaks_costs_its_own_engine_only(job):
     assert all(job.serves(rank, 3) for rank in range(3))
 
 
-STAGED = [{**each, "lifecycle": {"on_failure": "fail", "commit": "staged"}} for each in ALL[3:]]
+@pytest.fixture
+def staged_job(request):
+    lifecycle = {"on_failure": "fail", "commit": "staged"}
+    with LocalJob(trainers=3, rollout=3, make_host=Host, lifecycle=lifecycle, **request.param) as made:
+        yield made
 
 
-@pytest.mark.parametrize("job", STAGED, indirect=True, ids=lambda kw: "-".join(map(str, kw.values())))
-def test_a_staged_refit_that_fails_leaves_the_old_version_serving_without_a_pause(job):
+@pytest.mark.parametrize("staged_job", cases(ALL[3:], "pairs"), indirect=True)
+def test_a_staged_refit_that_fails_leaves_the_old_version_serving_without_a_pause(staged_job):
+    job = staged_job
     report = job.sync()
     assert report.staged_bytes == report.bytes > 0
     assert report.paused_s < report.seconds["total"]
@@ -148,12 +132,12 @@ def test_colocated_engines_have_neither(lifecycle):
     with pytest.raises(ConfigurationError, match="colocated"):
         CheckpointEngineWeightSynchronizer(
             LocalPolicyGroup([Trainer(model(0), 0)]),
-            LocalRolloutGroup([Host(1)]),
+            LocalRolloutGroup([Host()]),
             {"policy": {"generation": generation}},
         )
 
 
-HASTY = {"lifecycle": {"connect_s": 2, "stall_s": 1.5, "silence_s": 1}}
+HASTY = {"lifecycle": {"on_failure": "continue", "connect_s": 2, "stall_s": 1.5, "silence_s": 1}}
 
 
 @pytest.mark.slow
@@ -168,7 +152,7 @@ def test_two_engines_that_hang_are_replaced_one_after_the_other(job):
     assert job.serves(1, 2)
     assert job.sync().ok == (1,)
     for rank in (2, 0):
-        job.hosts[rank] = Host(9)
+        job.hosts[rank] = Host()
         report = job.synchronizer.replace_rollout(rank, job.hosts[rank])
         assert (report.version, report.ok) == (3, (rank,))
     assert job.sync().ok == (0, 1, 2)
