@@ -42,6 +42,7 @@ PART = [
         ("receiver", "corrupt", "commit"),
         ("driver", "kill", "middle"),
         ("driver", "raise", "commit"),
+        ("driver", "raise", "connect"),
         ("driver", "corrupt", "connect"),
         ("sender", "stop", "last"),
         ("sender", "raise", "finalize"),
@@ -155,6 +156,16 @@ def test_a_part_of_the_matrix_passes():
     assert outcomes["ipc driver kill middle"] == "driver lost"
     assert outcomes["ipc receiver delay first"] == "succeeded"
     assert outcomes["ipc sender corrupt first"].startswith("RefitError (DigestError")
+
+
+@pytest.mark.slow
+@pytest.mark.nixl
+def test_a_rank_that_is_at_another_epoch_than_its_two_senders_is_not_left_paused():
+    pytest.importorskip("nixl")
+    # The peers give up first; then that rank, too, and tells the sender in vain that it has not met.
+    cell = Cell("kimi_ckpt_engine", "driver", "corrupt", "connect")
+    (verdict,) = FaultMatrix(deadlines=Deadlines()).run([cell])
+    assert verdict.passed, verdict.detail
 
 
 @pytest.mark.slow
