@@ -113,6 +113,17 @@ def test_one_engine_that_fails_in_any_phase_does_not_keep_the_others_from_the_ve
     assert [state.version for state in job.states] == [3, 3, 3]
 
 
+def test_an_engine_that_cannot_release_its_buffers_is_left_out_and_serves_what_it_has_committed():
+    job = Job(sizes=(1, 1), **GO_ON, release=True)
+    job.hosts[1].script["finalize_checkpoint_engine"] = raising(ValueError("still in use"))
+    report = job.synchronizer.sync_weights()
+    assert (report.version, report.ok) == (1, (0,))
+    assert states(report) == {1: ("ValueError", 1)}
+    assert job.log.count("resume", "host 1") == 1
+    job.hosts[1].script.clear()
+    assert job.synchronizer.sync_weights().ok == (0, 1)
+
+
 def test_by_default_one_failure_fails_all():
     job = Job(sizes=(1, 1), topology="star")
     job.hosts[1].script["commit_refit"] = raising(ValueError("broken"))

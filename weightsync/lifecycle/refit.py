@@ -145,7 +145,8 @@ class Refit:
         self._publish()
         self._progress.published = True
         if self._plan.release:
-            self._do.require("finalize", *self._casualties.left.on_both("finalize_checkpoint_engine"))
+            calls = self._casualties.left.on_both("finalize_checkpoint_engine")
+            self._do.each("finalize", *calls, limit_s=self._settings.stall_s)
 
     def _stop_requests(self) -> None:
         settings = self._settings

@@ -47,14 +47,14 @@ class Steps:
         with self.timed(phase):
             return self._casualties.left.require(phase, *calls, deadline=deadline, patience_s=patience_s)
 
-    def each(self, phase: str, call: PendingCall, *, limit_s: float = math.inf) -> Answers:
+    def each(self, phase: str, *calls: PendingCall, limit_s: float = math.inf) -> Answers:
         """Wait for a step that each host takes for itself; those that fail may be left out.
 
         Raises:
             StepError: one has failed, and must not be left out.
         """
         with self.timed(phase):
-            answers = self.hear(phase, call, limit_s=limit_s)
+            answers = self.hear(phase, *calls, limit_s=limit_s)
         self.bear(phase, answers.failures)
         return answers
 
@@ -66,10 +66,10 @@ class Steps:
         answers = self.each(phase, control, limit_s=limit_s)
         self.bear(phase, refusals(answers, phase, action))
 
-    def hear(self, phase: str, call: PendingCall, *, limit_s: float = math.inf) -> Answers:
+    def hear(self, phase: str, *calls: PendingCall, limit_s: float = math.inf) -> Answers:
         """Wait for the answers of a step; failures are returned."""
         timeout_s = min(self._deadline.left_s(), limit_s)
-        return self._casualties.left.hear(phase, call, timeout_s=timeout_s, hurries=self.hurries)
+        return self._casualties.left.hear(phase, *calls, timeout_s=timeout_s, hurries=self.hurries)
 
     def bear(self, phase: str, failures: list[Failure]) -> None:
         """Leave out whom failures of a step are to be blamed on.
