@@ -89,6 +89,21 @@ def test_how_each_kind_of_cell_must_end(actor, fault, phase, expected):
     assert Cell("nixl", actor, fault, phase).expected == expected
 
 
+@pytest.mark.parametrize(
+    ("actor", "fault", "phase", "expected"),
+    [
+        ("receiver", "kill", "first", Expected(success=True, left_out=True)),
+        ("forwarder", "raise", "finalize", Expected(success=True, left_out=True)),
+        ("sender", "corrupt", "last", Expected(success=True, error=True)),
+        ("sender", "kill", "last", Expected(error=True, names=True)),
+        ("driver", "raise", "commit", Expected(error=True, kind="InterruptedDriverError")),
+        ("driver", "stop", "commit", Expected(lost=True)),
+    ],
+)
+def test_how_each_kind_of_cell_must_end_where_the_others_go_on(actor, fault, phase, expected):
+    assert Cell("nixl", actor, fault, phase).expected_where_the_others_go_on == expected
+
+
 def test_a_fault_strikes_once_at_its_place():
     faults = Faults()
     faults.arm(Order("raise", "middle"))

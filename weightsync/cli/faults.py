@@ -18,6 +18,8 @@ from weightsync.drills.stage import Deadlines
 from weightsync.errors import ConfigurationError
 
 _MOST = 8
+_COMMITS = ("in_place", "staged")
+_THEN = ("fail", "continue")
 _NEEDS = {"nixl": "nixl", "ipc": "", "gloo": "", "mooncake": "mooncake", "kimi_ckpt_engine": "nixl"}
 
 
@@ -31,6 +33,8 @@ def faults(
     phases: Annotated[str, typer.Option(help="Where in the refit.")] = ",".join(PHASES),
     policy_ranks: Annotated[int, typer.Option(min=1, max=_MOST, help="Number of policy ranks.")] = 2,
     rollout_ranks: Annotated[int, typer.Option(min=2, max=_MOST, help="Number of rollout ranks.")] = 2,
+    commit: Annotated[str, typer.Option(help="How: in_place or staged.")] = _COMMITS[0],
+    on_failure: Annotated[str, typer.Option(help="Whether the others go on: fail or continue.")] = _THEN[0],
     as_json: Annotated[bool, typer.Option("--json", help="Print the cells as JSON.")] = False,
 ) -> None:
     """Break refits in every way, and see that each ends in time, says why, and is followed by a good one.
@@ -49,7 +53,13 @@ def faults(
             _chosen("--phases", phases, PHASES),
         )
     )
-    matrix = FaultMatrix(policy_ranks=policy_ranks, rollout_ranks=rollout_ranks, deadlines=Deadlines())
+    matrix = FaultMatrix(
+        policy_ranks=policy_ranks,
+        rollout_ranks=rollout_ranks,
+        deadlines=Deadlines(),
+        commit=_chosen("--commit", commit, _COMMITS)[0],
+        on_failure=_chosen("--on-failure", on_failure, _THEN)[0],
+    )
     verdicts = []
     for verdict in matrix.run(cells):
         verdicts.append(verdict)

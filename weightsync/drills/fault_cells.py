@@ -71,6 +71,19 @@ class Cell:
         names = self.is_loss or self.loses_an_answer or self.fault == "raise"
         return Expected(error=True, kind=kinds.get(self.fault, ""), names=names)
 
+    @property
+    def expected_where_the_others_go_on(self) -> Expected:
+        """How it must end with ``on_failure: continue``."""
+        usual = self.expected
+        if usual.success or usual.lost or (self.fault == "raise" and self.actor == "driver"):
+            return usual
+        if self.fault in {
+            "drop",
+            "corrupt",
+        }:  # one of those at either end of what was lost or altered is left out
+            return Expected(success=True, error=True)
+        return usual if self.actor == "sender" else Expected(success=True, left_out=True)
+
     def _expected_of_driver(self) -> Expected:
         if self.is_loss:
             return Expected(lost=True)
@@ -92,6 +105,8 @@ class Expected:
     """Of the error, or of one of the failures that it reports."""
     names: bool = False
     """Whether the error must say which rank failed."""
+    left_out: bool = False
+    """Whether the others must have gone on without that rank, and no more."""
 
 
 @dataclass(frozen=True)

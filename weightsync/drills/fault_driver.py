@@ -13,6 +13,7 @@ from weightsync.config import load_refit_config
 from weightsync.drills.actors import Remote
 from weightsync.drills.groups import ProcessPolicyGroup, ProcessRolloutGroup
 from weightsync.errors import RefitError, WeightSyncError
+from weightsync.report import RefitReport
 from weightsync.synchronizer import CheckpointEngineWeightSynchronizer
 
 _CALLS = {"connect": "open_refit", "commit": "commit_refit", "finalize": "finalize_checkpoint_engine"}
@@ -92,12 +93,13 @@ class DrillDriver:
     def _try(self, call: Any) -> dict[str, Any]:
         self._running = True
         try:
-            call()
+            done = call()
         except Exception as error:  # noqa: BLE001 - judged by the drill
             return _told(error)
         finally:
             self._running = False
-        return {"ok": True, "version": self.version()}
+        left_out = [each.rank for each in done.failed] if isinstance(done, RefitReport) else []
+        return {"ok": True, "version": self.version(), "left_out": left_out}
 
     def _interrupt(self, *_: object) -> None:
         self._struck = True

@@ -9,7 +9,7 @@ from concurrent.futures import wait as wait_for_futures
 from typing import Any
 
 from weightsync.drills.actors import ActorLostError
-from weightsync.drills.fault_cells import NOT_APPLICABLE, Cell, Verdict
+from weightsync.drills.fault_cells import NOT_APPLICABLE, Cell, Expected, Verdict
 from weightsync.drills.fault_points import BUCKET_PHASES
 from weightsync.drills.stage import Deadlines, Scene, Stage
 from weightsync.errors import WeightSyncError
@@ -27,12 +27,23 @@ class FaultMatrix:
         policy_ranks: number of trainers.
         rollout_ranks: number of servers; at least two, so that one of them can forward.
         deadlines: of every refit.
+        commit: ``in_place`` or ``staged``, as in the configuration.
+        on_failure: ``fail`` or ``continue``.
     """
 
-    def __init__(self, *, policy_ranks: int = 2, rollout_ranks: int = 2, deadlines: Deadlines) -> None:
+    def __init__(
+        self,
+        *,
+        policy_ranks: int = 2,
+        rollout_ranks: int = 2,
+        deadlines: Deadlines,
+        commit: str = "in_place",
+        on_failure: str = "fail",
+    ) -> None:
         self._policy_ranks = policy_ranks
         self._rollout_ranks = rollout_ranks
         self._deadlines = deadlines
+        self._how = (commit, on_failure)
 
     def run(
         self, cells: Sequence[Cell], say: Callable[[Verdict], None] = lambda _: None
@@ -70,7 +81,7 @@ class FaultMatrix:
 
     def _scene(self, cell: Cell) -> Scene:
         topology = "ring" if cell.actor == "forwarder" else "auto"
-        return Scene(cell.transport, topology, cell.phase == "finalize", self._deadlines)
+        return Scene(cell.transport, topology, cell.phase == "finalize", self._deadlines, *self._how)
 
 
 class _Trial:
@@ -87,6 +98,11 @@ class _Trial:
     @property
     def _side(self) -> str:
         return "policy" if self._cell.actor == "sender" else "rollout"
+
+    @property
+    def _expected(self) -> Expected:
+        cell = self._cell
+        return cell.expected if self._scene.on_failure == "fail" else cell.expected_where_the_others_go_on
 
     def _rank_of_actor(self, stage: Stage) -> int:
         if self._cell.actor in {"sender", "forwarder"}:
@@ -178,7 +194,7 @@ class _Trial:
         return (SUCCEEDED if said["ok"] else "failed"), said
 
     def _judge(self, outcome: str, said: dict[str, Any], seconds: float) -> None:
-        cell, expected = self._cell, self._cell.expected
+        cell, expected = self._cell, self._expected
         if not self._has_struck():
             self._notes.append("the fault was not reached")
         allowed = {SUCCEEDED: expected.success, "failed": expected.error, LOST: expected.lost}
@@ -186,6 +202,9 @@ class _Trial:
             self._notes.append(f"the refit {outcome}, which it must not: {said.get('text', '')[:_SHOWN]}")
         if seconds > self._limit_s:
             self._notes.append(f"it took {seconds:.1f} s")
+        left_out = said.get("left_out", [])
+        if outcome == SUCCEEDED and expected.left_out and left_out != [self._rank]:
+            self._notes.append(f"the refit went on without {left_out}, not without {[self._rank]}")
         if outcome != "failed":
             return
         if not said["typed"] and said["kind"] != expected.kind:
@@ -250,7 +269,7 @@ class _Trial:
         ends = time.monotonic() + 2 * self._limit_s
         for step in steps:
             said = step()
-            while not said["ok"] and "busy" in said["text"] and time.monotonic() < ends:
+            while _is_to_be_tried_again(said) and time.monotonic() < ends:
                 time.sleep(_MOMENT_S)
                 said = step()
             if not said["ok"]:
@@ -259,6 +278,11 @@ class _Trial:
         self._require_served(stage.driver.remote.ask("version"), stage.digest)
         stage.scene = self._scene
         return True
+
+
+def _is_to_be_tried_again(said: dict[str, Any]) -> bool:
+    """Whether a worker still had to end what it was in; it may have been left out because of that."""
+    return bool(said.get("left_out")) if said["ok"] else "busy" in said["text"]
 
 
 def _kind(cell: Cell) -> str:

@@ -17,7 +17,7 @@ from weightsync.policy.session import SEND
 from weightsync.rollout.loader import Batch
 from weightsync.tensors import WeightManifest, WeightStream
 
-_RECEIVE = "update_weights_from_checkpoint_engine"
+_LAST_OF_A_TRANSFER = ("update_weights_from_checkpoint_engine", "load_staged_weights")
 _OTHER_VERSION = 1_000_000
 
 
@@ -105,7 +105,7 @@ class DrillServer(_Armed, Server):
         """Run one method of the worker protocol."""
         fault = self._reach(checkpoint_method)
         outcomes = super().checkpoint_engine_rpc(checkpoint_method, method_kwargs)
-        if checkpoint_method == _RECEIVE and "error" not in outcomes[0]:
+        if checkpoint_method in _LAST_OF_A_TRANSFER and "error" not in outcomes[0]:
             FAULTS.complete()
         if fault == "corrupt":
             outcomes[0]["value"] = _OTHER_VERSION

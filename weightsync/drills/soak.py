@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
-from weightsync.drills.holdings import Holdings, growth, holdings_of, left_behind, shared_files
+from weightsync.drills.holdings import Holdings, growth, holdings_of
 from weightsync.drills.stage import Deadlines, Scene, Stage
 from weightsync.errors import RefitError
+from weightsync.testing.shared_files import left_behind, shared_files
 
 _REFIT_S = 40.0
 _DEADLINES = Deadlines(connect_s=10.0, stall_s=10.0, total_s=30.0, silence_s=4.0)
@@ -118,7 +119,7 @@ class Soak:
             after = _look(stage)
             stage.driver.remote.ask("shutdown", timeout_s=_REFIT_S)
         processes = tuple(Grown(name, before[name], after[name]) for name in before)
-        return Soaked(refits, self._failed, seconds, processes, tuple(left_behind(files, {})))
+        return Soaked(refits, self._failed, seconds, processes, tuple(left_behind(files, ())))
 
     def _refit(self, stage: Stage, refits: int) -> None:
         for number in range(1, refits + 1):

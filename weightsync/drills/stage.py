@@ -38,12 +38,14 @@ class Deadlines:
 
 @dataclass(frozen=True)
 class Scene:
-    """What is connected: who moves the weights, from whom to whom, and whether buffers stay."""
+    """What is connected: who moves the weights, from whom to whom, whether buffers stay, how refits end."""
 
     transport: str
     topology: str = "auto"
     release: bool = False
     deadlines: Deadlines = Deadlines()
+    commit: str = "in_place"
+    on_failure: str = "fail"
 
     def config(self) -> dict[str, Any]:
         """Return the configuration, as it is written in a file."""
@@ -65,6 +67,8 @@ class Scene:
                         "stall_s": limits.stall_s,
                         "total_s": limits.total_s,
                         "silence_s": limits.silence_s,
+                        "commit": self.commit,
+                        "on_failure": self.on_failure,
                     },
                 }
             }
