@@ -11,8 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from weightsync.cli import app as cli
-from weightsync.drills.holdings import LIMITS, growth, holdings_of, left_behind, shared_files
+from weightsync.drills.holdings import LIMITS, growth, holdings_of
 from weightsync.drills.soak import Grown, Soaked
+from weightsync.testing.shared_files import left_behind, shared_files
 
 
 def test_descriptors_sockets_and_shared_memory_of_a_process_are_counted():
@@ -46,12 +47,12 @@ def test_files_left_in_shared_memory_are_found_and_those_in_use_elsewhere_are_no
     before = shared_files()
     memory = SharedMemory(create=True, size=16)
     try:
-        assert memory.name not in left_behind(before, {})  # this process uses it, and is no part of the job
-        assert memory.name in left_behind(before, {"worker": os.getpid()})
+        assert memory.name not in left_behind(before, ())  # this process uses it, and is no part of the job
+        assert memory.name in left_behind(before, [os.getpid()])
     finally:
         memory.close()
         memory.unlink()
-    assert memory.name not in left_behind(before, {"worker": os.getpid()})
+    assert memory.name not in left_behind(before, [os.getpid()])
 
 
 def test_what_has_grown_fails_the_soak_and_is_named():

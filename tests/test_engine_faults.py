@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import time
 
@@ -11,7 +10,9 @@ import pytest
 
 from tests.engine_crew import MIB, assert_same, collect, make_engine, plain, some_weights
 from tests.engine_processes import QUICK, Processes, Remote, stop_forkserver
+from tests.own_files import left_by_tests
 from weightsync.errors import ErrorRecord
+from weightsync.testing.shared_files import shared_files
 
 pytestmark = [pytest.mark.slow, pytest.mark.nixl, pytest.mark.timeout(120)]
 
@@ -219,9 +220,9 @@ def test_a_sender_stopped_over_tcp_is_given_up_inside_a_read():
 def test_a_hundred_refits_leave_nothing_behind():
     with Processes(2, 1) as crew:
         first = repeated(crew, 20)
-        shm = sorted(os.listdir("/dev/shm"))
+        shm = shared_files()
         last = repeated(crew, 100)
-        assert sorted(os.listdir("/dev/shm")) == shm
+        assert left_by_tests(shm) == []
         for before, after in zip(first, last, strict=True):
             assert (after["fds"], after["sockets"]) == (before["fds"], before["sockets"])
             assert after["threads"] <= before["threads"]

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from tests.engine_crew import MIB, noise
+from tests.own_files import left_by_tests
 from weightsync.control import Bucket
 from weightsync.engines.ipc import IpcTransport
 from weightsync.engines.transport import SLOTS, Peer, Place
 from weightsync.errors import ConfigurationError, LifecycleError, PeerLostError, ProtocolError
+from weightsync.testing.shared_files import shared_files
 from weightsync.topology import RankId
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -208,7 +210,7 @@ def test_buckets_of_another_process_are_read_in_place_also_once_it_is_killed(rec
         return pipe.recv()
 
     try:
-        before = set(os.listdir("/dev/shm"))
+        before = shared_files()
         receiver.connect(from_policy(hear()))
         open_fds = fds()
         for seed, slot in enumerate((0, 1, 0, 1, 2, 2)):
@@ -220,7 +222,7 @@ def test_buckets_of_another_process_are_read_in_place_also_once_it_is_killed(rec
         assert torch.equal(seen, noise(SIZE, 5))
         assert torch.equal(receiver.fetch(POLICY, bucket(1), 0, **WAIT), noise(SIZE, 3))
         assert fds() == open_fds
-        assert set(os.listdir("/dev/shm")) <= before
+        assert left_by_tests(before) == []
     finally:
         process.kill()
         pipe.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import time
 
@@ -11,9 +10,11 @@ import psutil
 import pytest
 import torch
 
+from tests.own_files import left_by_tests
 from weightsync.testing.crew import ProcessCrew, Setup, ThreadCrew
 from weightsync.testing.oracle import check
 from weightsync.testing.ranks import ProcessRank, preload
+from weightsync.testing.shared_files import shared_files
 from weightsync.testing.suite import Suite
 from weightsync.testing.work import HOLD, MIDDLE, Plan
 
@@ -38,9 +39,9 @@ def crew_of(world: tuple[int, int], topology: str, **settings) -> ProcessCrew:
 @pytest.fixture(autouse=True)
 def no_files():
     """Nothing is left in /dev/shm, whoever was killed."""
-    before = set(os.listdir("/dev/shm"))
+    before = shared_files()
     yield
-    assert set(os.listdir("/dev/shm")) <= before
+    assert left_by_tests(before) == []
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,11 @@ import pytest
 import torch
 
 from tests.engine_crew import MIB, noise
+from tests.own_files import left_by_tests
 from weightsync.engines import shared_memory
 from weightsync.engines.shared_memory import Address, Home, MappedBlock, SharedBlock
 from weightsync.errors import ConfigurationError, LifecycleError, PeerLostError, TransportError
+from weightsync.testing.shared_files import shared_files
 
 CONTEXT = multiprocessing.get_context("forkserver")
 HERE = Home.here()
@@ -274,7 +276,7 @@ def read(pipe, address: Address, user: int | None) -> None:
 
 @pytest.mark.slow
 def test_another_process_s_memory_is_read_in_place_and_outlives_it():
-    before = set(os.listdir("/dev/shm"))
+    before = shared_files()
     with Child(own, (3 * MIB,)) as owner:
         address = owner.hear()
         reader = mapped(address)
@@ -290,7 +292,7 @@ def test_another_process_s_memory_is_read_in_place_and_outlives_it():
             mapped(address)
     reader.free()
     assert mappings() == []
-    assert set(os.listdir("/dev/shm")) <= before
+    assert left_by_tests(before) == []
 
 
 @pytest.mark.slow

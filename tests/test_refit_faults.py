@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("nixl")
 pytest.importorskip("ray")
 
+from tests.own_files import left_by_tests
 from tests.refit_fault_actors import FaultyPolicy, FaultyRollout, digest_of, make_model
 from tests.test_synchronizer import configuration
 from weightsync.capacity import total_memory_bytes
@@ -26,6 +27,7 @@ from weightsync.config import load_refit_config
 from weightsync.errors import LifecycleError, RefitError, WorkerFencedError
 from weightsync.report import RefitReport
 from weightsync.synchronizer import CheckpointEngineWeightSynchronizer
+from weightsync.testing.shared_files import shared_files
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.nixl]
 
@@ -302,7 +304,7 @@ def test_two_refits_from_two_threads_are_one_refit_and_one_refusal(pool):
 def test_what_the_actors_hold_stays_the_same_over_many_refits_good_and_bad(pool):
     with synchronizer(pool, TWO) as made:
         actors = pool.policy + pool.rollout
-        files = len(os.listdir("/dev/shm"))
+        files = shared_files()
         for number in range(60):
             right = pool.train(number % 3)
             if number % 10 == 3:
@@ -317,4 +319,4 @@ def test_what_the_actors_hold_stays_the_same_over_many_refits_good_and_bad(pool)
             assert now["fds"] <= was["fds"] + 1
             assert now["threads"] <= was["threads"] + 1
             assert now["rss_kib"] < was["rss_kib"] + 30_000
-        assert len(os.listdir("/dev/shm")) <= files
+        assert left_by_tests(files) == []

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import tempfile
 import threading
-from pathlib import Path
 
 import psutil
 import pytest
@@ -15,11 +13,13 @@ from tests import engine_crew
 from tests.control_support import FAST, RawClient, background, begin, hubs, wait_until
 from tests.engine_crew import Crew, assert_same, collect, some_weights, stream_of
 from tests.frame_corpus import NONCE
+from tests.own_files import left_by_tests
 from weightsync.control import PROTOCOL_VERSION, ControlHub, Hello, Release
 from weightsync.control.wires import ClientWire
 from weightsync.engines.collective import GlooCheckpointEngine
 from weightsync.engines.ipc import IPCCheckpointEngine
 from weightsync.errors import ConfigurationError, DeadlineError
+from weightsync.testing.shared_files import shared_files
 
 ELSEWHERE = "127.0.0.2"
 """An address of this host that nothing takes by default."""
@@ -97,21 +97,30 @@ def listening() -> set[tuple[str, int]]:
     return {tuple(c.laddr) for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"}
 
 
-def files() -> set[str]:
-    """All there is in the directories that sockets and shared memory are commonly left in."""
-    return {entry.path for place in (tempfile.gettempdir(), "/dev/shm", ".") for entry in os.scandir(place)}
+def unix_sockets() -> set[str]:
+    return {c.laddr for c in psutil.Process().net_connections("unix") if c.laddr}
 
 
-def test_sockets_listen_where_they_are_told_to_and_leave_no_file(engines_of):
-    before, there = listening(), files()
+@pytest.fixture
+def own_directory(tmp_path, monkeypatch):
+    """An empty one in which files are commonly left: the current one, and that of temporary files."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_sockets_listen_where_they_are_told_to_and_leave_no_file(engines_of, own_directory):
+    before, paths, there = listening(), unix_sockets(), shared_files()
     sent = some_weights(count=4)
     with Crew(1, 2, bind_host=ELSEWHERE) as crew:
         received = refit_in_threads(crew, sent)
         opened = listening() - before
         assert len(opened) >= 3
         assert {host for host, _ in opened} == {ELSEWHERE}
-        assert not {path for path in files() - there if Path(path).is_socket()}
-        assert {path for path in files() - there if "weightsync" in path} == set()
+        assert unix_sockets() <= paths
+        assert list(own_directory.iterdir()) == []
+        assert left_by_tests(there) == []
     for each in received:
         assert_same(each, sent)
     assert listening() - before == set()

@@ -96,17 +96,19 @@ def main(root):
     from weightsync.rollout.vllm.cpu import engine_environment
 
     os.environ.update(engine_environment(2))
+    from tests.own_files import left_by_tests
     from tests.vllm_scenarios import answer, checkpoint, fresh_answer, make_host
     from weightsync.cluster.local import LocalPolicyGroup, LocalRolloutGroup
     from weightsync.errors import RefitError
     from weightsync.synchronizer import CheckpointEngineWeightSynchronizer
+    from weightsync.testing.shared_files import shared_files
 
     paths = {seed: checkpoint(root, seed=seed, **KIND) for seed in (1, 2)}
     trainers = [RemoteTrainer(rank, paths[2]) for rank in range(2)]
     expected = fresh_answer(paths[2], dtype="float32")
     host = make_host(paths[1], dtype="float32", tensor_parallel_size=2)
     before = answer(host)
-    files = set(os.listdir("/dev/shm"))
+    files = shared_files()
     groups = LocalPolicyGroup(trainers), LocalRolloutGroup([host])
     seen = {}
     with CheckpointEngineWeightSynchronizer(*groups, CONFIG, progress=False) as synchronizer:
@@ -141,7 +143,7 @@ def main(root):
     host.shutdown()
     for trainer in trainers:
         trainer.process.kill()
-    seen["left"] = sorted(set(os.listdir("/dev/shm")) - files)
+    seen["left"] = left_by_tests(files)
     return seen
 
 

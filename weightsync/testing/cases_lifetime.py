@@ -6,13 +6,13 @@ import gc
 import os
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 import pytest
 
 from weightsync.testing.crew import ThreadCrew
 from weightsync.testing.oracle import check
+from weightsync.testing.shared_files import left_behind, shared_files
 from weightsync.testing.suite import Suite
 from weightsync.testing.work import Plan
 
@@ -92,12 +92,12 @@ class Figures:
     def now(cls) -> Figures:
         """Measure this process."""
         gc.collect()
-        process, shm = psutil.Process(), Path("/dev/shm")
+        process = psutil.Process()
         return cls(
             rss=process.memory_info().rss,
             descriptors=process.num_fds(),
             threads=process.num_threads(),
-            shared=frozenset(os.listdir(shm) if shm.is_dir() else ()),
+            shared=shared_files(),
         )
 
     def growth_since(self, before: Figures) -> str:
@@ -105,7 +105,7 @@ class Figures:
         more = {
             "descriptors": self.descriptors - before.descriptors,
             "threads": self.threads - before.threads,
-            "files in /dev/shm": len(self.shared - before.shared),
+            "files in /dev/shm": len(self.shared.intersection(left_behind(before.shared, [os.getpid()]))),
         }
         grown = [f"{count} more {what}" for what, count in more.items() if count >= _FEW]
         if self.rss - before.rss > _FEW_BYTES:
