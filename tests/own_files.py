@@ -17,7 +17,7 @@ _OWN = f"{_OTHERS}{_WORKER.removeprefix('gw')}-"
 
 
 def sign_semaphores() -> None:
-    """Let semaphores carry the name of their worker, which tells whose they were once their user is killed."""
+    """Let semaphores carry the name of their worker, which tells whose they were, once it is killed."""
     if _WORKER:
         multiprocessing.current_process()._config["semprefix"] = f"/mp-{_WORKER}"
 
