@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+from weightsync.control import Link
 from weightsync.engines.calls import not_prepared, require_joined
+from weightsync.engines.intake import Intake
 from weightsync.engines.lockstep import Lockstep, make_lockstep
 from weightsync.engines.member import MemberEngine
 from weightsync.engines.receiver import BucketReceiver
@@ -82,14 +84,23 @@ class BucketedCheckpointEngine(MemberEngine):
     async def _send(
         self, weights: Weights, session: Session, refit: Refit, lockstep: Lockstep
     ) -> dict[str, float]:
-        share, links = refit.topology.share(refit.who.rank), list(session.targets.values())
+        links = list(session.targets.values())
+        if not links:
+            return await self._send_buckets(weights, links, refit, lockstep)
+        with refit.on(links):
+            await refit.open(links, sending=True)
+            return await self._send_buckets(weights, links, refit, lockstep)
+
+    async def _send_buckets(
+        self, weights: Weights, links: list[Link], refit: Refit, lockstep: Lockstep
+    ) -> dict[str, float]:
+        """Send a stream, or this rank's share of it; a rank without a share keeps in step."""
+        share = refit.topology.share(refit.who.rank)
         if share is None:
             await drain_weights(weights, lockstep, refit)
             return refit.figures()
         sender = BucketSender(refit, links, share, lockstep)
-        with refit.on(links):
-            await refit.open(links, sending=True)
-            sent = await sender.send(weights)
+        sent = await sender.send(weights)
         return refit.figures(sent, sender.buckets_sent, sender.bytes_sent)
 
     async def receive_weight_batches(self) -> AsyncGenerator[list[tuple[str, torch.Tensor]], None]:
@@ -100,26 +111,30 @@ class BucketedCheckpointEngine(MemberEngine):
         """
         with self._calls.hold("receive_weight_batches"):
             session, refit = self._begin_refit("rollout")
-            receiver = BucketReceiver(
-                refit,
-                session.sources,
-                session.targets,
-                parts=self._memory.parts,
-                manifest_check=self.manifest_check,
-            )
+            intake = self._make_intake(session, refit)
             links = session.links
-            with session.saying_drops(), refit.on(links, drain=partial(self._memory.drain, receiver)):
+            with session.saying_drops(), refit.on(links, drain=partial(self._memory.drain, intake)):
                 try:
                     await refit.open(links, sending=bool(session.targets))
                 except BaseException as error:
                     refit.tell_unmet(error)
                     raise
-                async with aclosing(receiver.batches()) as batches:
+                async with aclosing(intake.batches()) as batches:
                     async for batch in batches:
-                        self._arrived = receiver.digests
+                        self._arrived = intake.digests
                         yield batch
                         del batch  # a merged tensor owns its memory: let it go before the next one is made
-            self._stats = refit.figures(receiver.received, receiver.batches_yielded, receiver.bytes_received)
+            self._stats = intake.figures()
+
+    def _make_intake(self, session: Session, refit: Refit) -> Intake:
+        """Return what brings the batches of a refit."""
+        return BucketReceiver(
+            refit,
+            session.sources,
+            session.targets,
+            parts=self._memory.parts,
+            manifest_check=self.manifest_check,
+        )
 
     def arrived_digest(self, name: str) -> int | None:
         """Return what a tensor of the current batch has digested to, where it came in one checked piece."""

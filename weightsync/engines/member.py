@@ -98,6 +98,10 @@ class MemberEngine(CheckpointEngine):
     def make_transport(self) -> BucketTransport:
         """Return the transport; called once, at the first `prepare`."""
 
+    def take_memory(self) -> bytes:
+        """Lend this rank's part in a refit by regions to the transport; returns what peers are told of it."""
+        return b""
+
     # Setting up.
 
     def refuses(self, *, train_world_size: int, rollout_world_size: int) -> str | None:
@@ -122,6 +126,7 @@ class MemberEngine(CheckpointEngine):
             self._memory.require_sound()
             self._close_session()
             transport = self._memory.allocate()
+            table = self.take_memory()
             hub = ControlHub(
                 self.transport_name,
                 bind_host=self._bind_host,
@@ -138,6 +143,7 @@ class MemberEngine(CheckpointEngine):
                 control=hub.card(),
                 transport=transport.describe(),
                 guests=guests.ticket.to_dict() if guests is not None else {},
+                table=table,
             )
             self._session = Session(hub, own, guests)
             return own.to_dict()

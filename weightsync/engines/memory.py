@@ -9,8 +9,8 @@ import torch
 
 from weightsync.engines.buffers import give_back
 from weightsync.engines.calls import not_prepared
+from weightsync.engines.intake import Intake
 from weightsync.engines.parts import KeptParts
-from weightsync.engines.receiver import BucketReceiver
 from weightsync.engines.transport import BucketTransport
 from weightsync.errors import DeadlineError, TransportError
 
@@ -32,7 +32,7 @@ class TransferMemory:
         self._make_transport = make_transport
         self._bucket_size = bucket_size
         self._transport: BucketTransport | None = None
-        self._stuck: BucketReceiver | None = None
+        self._stuck: Intake | None = None
         """One that could not be ended: its transfer may still write into the buffers."""
         self.buffers: list[torch.Tensor] = []
         self.parts = KeptParts(poisons=poisons)
@@ -59,7 +59,7 @@ class TransferMemory:
             raise not_prepared()
         return self._transport
 
-    def drain(self, receiver: BucketReceiver) -> None:
+    def drain(self, receiver: Intake) -> None:
         """End a receiver; the buffers are not used again if that does not succeed.
 
         Raises:

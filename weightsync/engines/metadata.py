@@ -48,7 +48,8 @@ class WorkerMetadata(Entry):
     """The entry of a worker whose engine is a bucketed one.
 
     ``digest`` is the kind of digests, ``transport`` what its transport's `describe` returned, ``guests`` the
-    ticket for workers that come later, if it takes any.
+    ticket for workers that come later, if it takes any; ``table`` what it holds or stores, as
+    `RankTable.encode` gives it, if it moves regions.
     """
 
     alike: ClassVar[Mapping[str, str]] = {
@@ -63,6 +64,7 @@ class WorkerMetadata(Entry):
     fan_out: int
     transport: dict[str, Any]
     guests: dict[str, Any] = field(default_factory=dict)
+    table: bytes = b""
 
 
 AnyEntry = TypeVar("AnyEntry", bound=Entry)

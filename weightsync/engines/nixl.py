@@ -7,21 +7,31 @@ CUDA IPC, a copy by the kernel within one host, or TCP.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from weightsync.control import Bucket
-from weightsync.engines.bucketed import BucketedCheckpointEngine
 from weightsync.engines.buffers import require_device
 from weightsync.engines.descriptions import read_payload, require_fits, write_payload
-from weightsync.engines.nixl_agent import MemoryRegion, NixlAgent, ProgressTicker, backend_params
+from weightsync.engines.nixl_agent import (
+    Descriptions,
+    MemoryRegion,
+    NixlAgent,
+    NixlRead,
+    ProgressTicker,
+    backend_params,
+)
 from weightsync.engines.nixl_peers import LaterBuffer, NixlPeers
 from weightsync.engines.nixl_pool import borrow_agent, preinit_nixl_agent, return_agent
+from weightsync.engines.regions.engine import RegionEngine
+from weightsync.engines.regions.reading import Spans
 from weightsync.engines.staged import StagedTransport
 from weightsync.engines.transport import SLOTS, BucketTransport, Check, Place
-from weightsync.errors import ConfigurationError, LifecycleError
+from weightsync.errors import LifecycleError, ProtocolError
+from weightsync.layout.regions import Ints
 from weightsync.topology import RankId
 
 __all__ = ["NIXLCheckpointEngine", "preinit_nixl_agent"]
@@ -47,6 +57,8 @@ class NixlTransport(StagedTransport):
         self._peers = NixlPeers(self._agent, backend_name)
         self._was_open = False
         self._registrations: list[Any] = []
+        self._lent: Any = None
+        self._reads: list[NixlRead] = []
 
     def register(self, buffer: torch.Tensor) -> None:
         """Register it with the agent."""
@@ -69,6 +81,7 @@ class NixlTransport(StagedTransport):
             ConfigurationError: a peer uses another NIXL backend, or its metadata are damaged.
         """
         self._require_agent()
+        self._release_reads()
         self._peers.meet(place.sources)
 
     def open(self, *, sending: bool, timeout_s: float, check: Check) -> None:
@@ -112,20 +125,76 @@ class NixlTransport(StagedTransport):
             raise
         return target[: bucket.nbytes]
 
+    def lend(self, memory: Sequence[torch.Tensor]) -> None:
+        """Register other memory beside the buffers, in place of what was lent before."""
+        self._release_reads()
+        agent = self._require_agent()
+        lent, self._lent = self._lent, None
+        if lent is not None:
+            agent.progress_for(_DRAIN_S)  # as in `release`
+            agent.deregister(lent)
+        if memory:
+            self._lent = agent.register_all(memory)
+
+    def keys(self) -> bytes:
+        """Return the agent's metadata: of all that is registered now."""
+        return self._require_agent().metadata()
+
+    def learn_keys(self, who: RankId, keys: bytes) -> None:
+        """Learn what a peer has registered since it was met."""
+        self._release_reads()
+        self._peers.refresh(who, keys)
+
+    def buffer_of(self, who: RankId, slot: int) -> tuple[int, int]:
+        """Return address and bytes of a peer's buffer.
+
+        Raises:
+            ProtocolError: it has none of that number.
+        """
+        slots = self._peers.connected(who).slots
+        if slot >= len(slots):
+            raise ProtocolError(f"{who} has no buffer {slot}")
+        return slots[slot].address, slots[slot].nbytes
+
+    def break_off(self, who: RankId) -> None:
+        """Drop the connection to a peer at the end of this refit."""
+        self._peers.break_off(who)
+
+    def prepare_read(self, who: RankId, spans: Spans) -> NixlRead:
+        """Prepare a read of a peer's lent memory, or of its buffers."""
+        peer = self._peers.connected(who)
+        here, there = MemoryRegion.of(self._buffers[0]), peer.slots[0]
+        source = _descriptions(spans.remote, spans.nbytes, there.device_index)
+        target = _descriptions(spans.local, spans.nbytes, here.device_index)
+        read = self._require_agent().prepare_read(peer.agent, source, target, (there.kind, here.kind))
+        self._reads.append(read)
+        return read
+
+    def _release_reads(self) -> None:
+        """Let go of prepared reads, which refer to connections and registrations that are about to go."""
+        while self._reads:
+            self._reads.pop().release()
+
     def shut(self) -> None:
         """Stop answering; a connection that a read has broken is dropped."""
         self._ticker.stop()
+        if self._peers.any_broken:
+            self._release_reads()
         self._peers.drop_broken()
 
     def disconnect(self) -> None:
         """Leave the peers; the connections wait for their return."""
         self._ticker.stop()
+        self._release_reads()
         self._peers.leave()
 
     def release(self) -> None:
         """Disconnect, deregister and free the buffers; agent and connections stay."""
         self.disconnect()
-        if self._agent is None or not self._registrations:
+        if self._agent is None:
+            return
+        self.lend(())
+        if not self._registrations:
             return
         # A read that its initiator gave up may still be on its way here, and is served from these buffers.
         self._agent.progress_for(_DRAIN_S)
@@ -150,8 +219,14 @@ class NixlTransport(StagedTransport):
         return self._agent
 
 
-class NIXLCheckpointEngine(BucketedCheckpointEngine):
-    """Buckets through NIXL, staged in two registered buffers on each side.
+def _descriptions(addresses: Ints, nbytes: Ints, device_index: int) -> Descriptions:
+    found = np.empty((len(addresses), 3), np.uint64)
+    found[:, 0], found[:, 1], found[:, 2] = addresses, nbytes, device_index
+    return found
+
+
+class NIXLCheckpointEngine(RegionEngine):
+    """Through NIXL: regions from parameter to parameter, and the rest in two registered buffers on each side.
 
     Args:
         bucket_size: bytes of each of the two transfer buffers, at least 1 MiB.
@@ -159,8 +234,7 @@ class NIXLCheckpointEngine(BucketedCheckpointEngine):
         backend_name: NIXL backend.
         backend_init_params: its parameters; values are turned into strings. For UCX,
             ``ucx_error_handling_mode: peer`` is the default, so that a lost peer is an error, not a hang.
-        shard_expert_weights: must be false in this version.
-        common: keywords of `BucketedCheckpointEngine`.
+        common: keywords of `RegionEngine`.
     """
 
     transport_name = "nixl"
@@ -173,12 +247,9 @@ class NIXLCheckpointEngine(BucketedCheckpointEngine):
         device: str = "cuda",
         backend_name: str = "UCX",
         backend_init_params: Mapping[str, Any] | None = None,
-        shard_expert_weights: bool = False,
         **common: Any,
     ) -> None:
         super().__init__(bucket_size, **common)
-        if shard_expert_weights:
-            raise ConfigurationError("shard_expert_weights is not available in this version: set it to false")
         self._device = require_device(device)
         self._backend_name = backend_name
         self._params = backend_params(backend_name, backend_init_params)

@@ -11,10 +11,12 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from weightsync.engines.buffers import bind_thread
@@ -22,6 +24,7 @@ from weightsync.engines.waiting import await_ended
 from weightsync.errors import (
     ConfigurationError,
     DeadlineError,
+    LifecycleError,
     MissingDependencyError,
     PeerLostError,
     TransportError,
@@ -31,6 +34,9 @@ _POLL_S = 0.0005
 _TICK_S = 0.001
 _JOIN_S = 5.0
 _MEMORY_KINDS = ("DRAM", "VRAM")
+
+Descriptions = npt.NDArray[np.uint64]
+"""Address, bytes and device index of pieces of memory, shape ``(pieces, 3)``."""
 
 
 def import_nixl() -> Any:
@@ -89,6 +95,52 @@ class MemoryRegion:
         return [(self.address, nbytes, self.device_index)]
 
 
+class NixlRead:
+    """A prepared read; see `Reading`."""
+
+    def __init__(self, agent: NixlAgent, handle: Any) -> None:
+        self._agent = agent
+        self._handle: Any = handle
+        self._state = "DONE"
+
+    def start(self) -> None:
+        """Begin to read.
+
+        Raises:
+            LifecycleError: it was released.
+            PeerLostError, TransportError: NIXL refuses it.
+        """
+        self._state = self._agent.start(self._held())
+
+    def has_ended(self) -> bool:
+        """Whether everything is here.
+
+        Raises:
+            PeerLostError, TransportError: it failed.
+        """
+        if self._state == "PROC":
+            self._state = self._agent.state(self._held())
+        if self._state not in {"PROC", "DONE"}:
+            raise TransportError(f"NIXL ended a read in state {self._state}")
+        return self._state == "DONE"
+
+    def release(self) -> None:
+        """Let go of it, also in the middle. Idempotent."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            self._agent.release(handle)
+
+    @property
+    def is_released(self) -> bool:
+        """Whether it can be started no more."""
+        return self._handle is None
+
+    def _held(self) -> Any:
+        if self._handle is None:
+            raise LifecycleError("this read was released: its connection was dropped")
+        return self._handle
+
+
 class NixlAgent:
     """One NIXL agent with one backend. Every call is serialised: NIXL agents are not thread-safe."""
 
@@ -113,6 +165,14 @@ class NixlAgent:
             handle = self._agent.register_memory([buffer])
         if handle is None:
             raise TransportError("NIXL refused to register a transfer buffer")
+        return handle
+
+    def register_all(self, buffers: Sequence[torch.Tensor]) -> Any:
+        """Register contiguous tensors of one device, none empty; returns one handle for `deregister`."""
+        with self._lock:
+            handle = self._agent.register_memory(list(buffers))
+        if handle is None:
+            raise TransportError(f"NIXL refused to register {len(buffers)} tensors")
         return handle
 
     def deregister(self, handle: Any) -> None:
@@ -200,6 +260,52 @@ class NixlAgent:
             raise PeerLostError(f"NIXL lost the connection: {error}") from error
         except self._errors.any as error:
             raise TransportError(f"NIXL could not read {nbytes} bytes: {error}") from error
+
+    def prepare_read(
+        self, peer: str, source: Descriptions, target: Descriptions, kinds: tuple[str, str]
+    ) -> NixlRead:
+        """Prepare a read of many pieces of a peer's memory, to be started as often as is wanted.
+
+        Args:
+            peer: name from `add_peer`.
+            source: address, bytes and device index of each piece, shape ``(pieces, 3)``.
+            target: likewise where it goes.
+            kinds: of memory, of source and target.
+
+        Raises:
+            TransportError: NIXL refuses it: a piece is not in registered memory.
+        """
+        with self._lock:
+            try:
+                local = self._agent.get_xfer_descs(target, mem_type=kinds[1])
+                remote = self._agent.get_xfer_descs(source, mem_type=kinds[0])
+                handle = self._agent.initialize_xfer("READ", local, remote, peer)
+            except self._errors.any as error:
+                raise TransportError(f"NIXL cannot read {len(source)} pieces: {error}") from error
+        return NixlRead(self, handle)
+
+    def start(self, handle: Any) -> str:
+        """Start a prepared transfer; returns NIXL's state."""
+        return self._ask(lambda: self._agent.transfer(handle))
+
+    def state(self, handle: Any) -> str:
+        """Return NIXL's state of a started transfer."""
+        return self._ask(lambda: self._agent.check_xfer_state(handle))
+
+    def release(self, handle: Any) -> None:
+        """Let go of a prepared transfer."""
+        # One whose peer was dropped is gone with it.
+        with self._lock, contextlib.suppress(*self._errors.any):
+            handle.release()
+
+    def _ask(self, call: Callable[[], Any]) -> str:
+        try:
+            with self._lock:
+                return str(call())
+        except self._errors.disconnected as error:
+            raise PeerLostError(f"NIXL lost the connection: {error}") from error
+        except self._errors.any as error:
+            raise TransportError(f"NIXL could not read: {error}") from error
 
     def _start_read(self, peer: str, source: MemoryRegion, target: MemoryRegion, nbytes: int) -> Any:
         with self._lock:

@@ -140,9 +140,33 @@ class NixlPeers:
             self._later.setdefault(peer.agent, {})[region.address] = buffer.metadata
         return region
 
+    def refresh(self, who: RankId, metadata: bytes) -> None:
+        """Learn what a peer has registered since it was met.
+
+        Raises:
+            LifecycleError: there is no connection to that peer.
+            ProtocolError: the metadata are another agent's.
+            TransportError: NIXL refuses them.
+        """
+        peer = self.connected(who)
+        try:
+            named = self._agent.add_peer(metadata)
+        except TransportError:
+            self._drop(peer.agent)  # as in `_learn`: another buffer at the same address
+            named = self._agent.add_peer(metadata)
+        if named != peer.agent:
+            self._drop(named)
+            raise ProtocolError(f"{who} told of the memory of another NIXL agent than its own")
+        self._known[peer.agent] = metadata
+
     def break_off(self, who: RankId) -> None:
         """Drop the connection to a peer at the end of this refit."""
         self._broken.add(self._peers[who].agent)
+
+    @property
+    def any_broken(self) -> bool:
+        """Whether `drop_broken` will drop any."""
+        return bool(self._broken)
 
     def drop_broken(self) -> None:
         """Drop the connections that were broken off."""

@@ -88,6 +88,10 @@ class BucketReceiver:
             if self._refit.is_late:
                 await self._refit.waiter.run(self._await_last_words)
 
+    def figures(self) -> dict[str, float]:
+        """Return what `CheckpointEngine.refit_stats` gives."""
+        return self._refit.figures(self.received, self.batches_yielded, self.bytes_received)
+
     def close(self) -> None:
         """End the inlet and wait for it, so that no transfer writes into a buffer any more.
 

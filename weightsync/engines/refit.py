@@ -87,6 +87,10 @@ class Refit:
         epoch = self.agreed[-1][0] if self.agreed else self.epoch or 0
         return self.checks.wants(epoch, entry.ordinal, entry.spec, entry.chunk_offset, entry.chunk_size)
 
+    def is_row_checked(self, row: int) -> bool:
+        """Whether the digest of a row that moves by regions counts."""
+        return self.checks.wants_row(self.agreed[-1][0] if self.agreed else self.epoch or 0, row)
+
     async def meet(self, link: Link) -> None:
         """Open this refit together with a peer."""
         self.unmet.remove(link)

@@ -55,4 +55,12 @@ class ChunkChecks:
             return self.mode == "full"
         if (ordinal, offset) == (0, 0) or (ordinal == self.last and offset + size == spec.nbytes):
             return True
-        return xxhash.xxh3_64_intdigest(f"{epoch} {ordinal} {offset}".encode()) % SAMPLE == 0
+        return _drawn(epoch, ordinal, offset)
+
+    def wants_row(self, epoch: int, row: int) -> bool:
+        """Whether a row that moves by regions is digested; ``row`` counts those from one rank to another."""
+        return self.mode == "full" or (self.mode == "sample" and (row == 0 or _drawn(epoch, row, 0)))
+
+
+def _drawn(epoch: int, ordinal: int, offset: int) -> bool:
+    return xxhash.xxh3_64_intdigest(f"{epoch} {ordinal} {offset}".encode()) % SAMPLE == 0

@@ -77,7 +77,7 @@ class Rows:
     def in_order(self) -> Rows:
         """Return the rows in the order that both ends agree on."""
         order = np.lexsort(
-            (self.target_offset, self.target_storage, self.source_step, self.count, self.nbytes,
+            (self.target_offset, self.target_storage, self.dtype, self.source_step, self.count, self.nbytes,
              self.source_offset, self.source_storage, self.source, self.key)
         )  # fmt: skip
         return self.select(order)

@@ -1,0 +1,108 @@
+"""A policy rank's shards, lent to its readers from one refit to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from weightsync.engines.base import RankMemory
+from weightsync.engines.regions.outgoing import Outgoing, PackedBucket, Packing
+from weightsync.engines.regions.plan import Mask, RegionPlan
+from weightsync.engines.regions.reading import OneSidedTransport
+from weightsync.errors import ManifestError
+from weightsync.layout.regions import Ints
+from weightsync.layout.tables import RankTable
+
+
+class Lender:
+    """Keeps what peers may read registered, and what follows from where it is.
+
+    Args:
+        transport: with which it is registered.
+        memory: of this rank.
+        device: what can be lent is there; the rest is packed.
+    """
+
+    def __init__(self, transport: OneSidedTransport, memory: RankMemory, device: torch.device) -> None:
+        self._transport = transport
+        self._device = device
+        self.table: RankTable = memory.table
+        self._flats: list[torch.Tensor | None] = []
+        self._addresses: Ints = np.empty(0, np.int64)
+        self._described = self._addresses
+        self._outgoing: dict[tuple[int, tuple[int, ...], bytes], Outgoing] = {}
+        self._packings: dict[tuple[int, int], Packing] = {}
+        self.take(memory)
+        self._described = self._addresses
+
+    def take(self, memory: RankMemory) -> None:
+        """Look where the shards are now; what has moved is lent anew.
+
+        Raises:
+            ManifestError: they are other shards than this rank has told of.
+        """
+        if memory.table is not self.table and memory.table != self.table:
+            raise ManifestError(
+                "this rank's weights have other names, shapes, dtypes or shards than when the engines were "
+                "connected: call shutdown() and init_communicator()",
+                side="policy",
+            )
+        flats = [memory.storage(index) for index in range(len(self.table.storages))]
+        addresses = np.array([self._address(flat) for flat in flats], np.int64)
+        self._flats = flats
+        if not np.array_equal(addresses, self._addresses):
+            self._addresses = addresses
+            self._packings.clear()
+            self._transport.lend(
+                [flat.detach() for flat in flats if flat is not None and self._address(flat)]
+            )
+
+    @property
+    def addresses(self) -> Ints:
+        """Where each storage can be read, 0 for those that cannot; shape ``(storages,)``."""
+        return self._addresses
+
+    @property
+    def lent(self) -> Mask:
+        """Which storages can be read where they are, shape ``(storages,)``."""
+        lent: Mask = self._addresses != 0
+        return lent
+
+    def keys(self) -> bytes:
+        """Return what readers need besides what they were told when they were connected."""
+        return b"" if np.array_equal(self._addresses, self._described) else self._transport.keys()
+
+    def storage(self, index: int) -> torch.Tensor:
+        """Return a storage as it was taken last, flat.
+
+        Raises:
+            ManifestError: there is none.
+        """
+        flat = self._flats[index]
+        if flat is None:
+            raise ManifestError("a policy rank has no memory of a shard that it holds", side="policy")
+        return flat.detach()
+
+    def outgoing(self, plan: RegionPlan, sender: int, targets: Sequence[int], bucket_size: int) -> Outgoing:
+        """Return what some rollout ranks get of this one."""
+        key = (id(plan), tuple(targets), self.lent.tobytes())
+        if key not in self._outgoing:
+            self._packings.clear()
+            self._outgoing = {key: Outgoing.of(plan, sender, targets, self.lent, bucket_size)}
+        return self._outgoing[key]
+
+    def pack(
+        self, seq: int, slot: int, bucket: PackedBucket, buffer: torch.Tensor, dtypes: Sequence[str]
+    ) -> None:
+        """Fill a buffer with a bucket of the last `outgoing`."""
+        if (seq, slot) not in self._packings:
+            self._packings[seq, slot] = Packing(bucket, buffer, self.storage, dtypes)
+        self._packings[seq, slot].run()
+
+    def _address(self, flat: torch.Tensor | None) -> int:
+        """Return the address of what can be lent; 0 for what has no bytes, or is on another device."""
+        if flat is None or not flat.numel() or flat.device != self._device:
+            return 0
+        return flat.data_ptr()
