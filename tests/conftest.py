@@ -1,4 +1,4 @@
-"""Settings of the whole suite: property tests draw the same examples in every run; sockets are cleared up."""
+"""Settings of the whole suite: equal examples in every run, workers beside each other, no sockets left."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import tempfile
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.own_files import sign_semaphores
+
 settings.register_profile(
     "weightsync",
     deadline=None,
@@ -18,6 +20,22 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("weightsync")
+sign_semaphores()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from tests.side_by_side import Scheduling
+
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)
+
+
+def pytest_collection_modifyitems(config, items):
+    if hasattr(config, "workerinput"):
+        from tests.side_by_side import longest_first
+
+        items.sort(key=lambda item: longest_first(item.path))
 
 
 @pytest.fixture(scope="session", autouse=True)
