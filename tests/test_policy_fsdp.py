@@ -300,7 +300,7 @@ def check_transformers_models(rank: int) -> None:
 
 def check_two_dimensional_meshes(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    for width in (8, 5, 3, 2):
+    for width in (8, 5, 3, 2, 1):
         reference = nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 7))
         model = copy.deepcopy(reference)
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from weightsync.policy.local_views import LocalView, local_tensor
 from weightsync.policy.plan import SourceOptions, plan_stream
 from weightsync.tensors import WeightStream
 
@@ -60,8 +61,30 @@ def gather_full(tensor: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(tensor, DTensor):
         return tensor.detach()
-    shard = cast(DTensor, tensor.detach())
+    shard = with_sizes(cast(DTensor, tensor.detach()))
     device = shard.device_mesh.device_type
     if shard.device.type != device:
         shard = cast(DTensor, shard.to(device))
     return shard.full_tensor()
+
+
+def with_sizes(shard: DTensor) -> DTensor:
+    """Give an empty shard the sizes that it has as it is placed.
+
+    FSDP2 makes all of them 0 where tensor parallelism left no columns, and then torch's gather goes wrong:
+    this rank would get zeros, without an error, and the others wait for it.
+    """
+    view = LocalView.of(shard)
+    if 0 not in view.local or view.coordinate is None or any(each.is_partial() for each in view.placements):
+        return shard
+    sizes = view.placed()
+    if sizes == view.local or 0 not in sizes:
+        return shard
+    return DTensor.from_local(
+        local_tensor(shard).new_empty(sizes),
+        shard.device_mesh,
+        shard.placements,
+        run_check=False,
+        shape=shard.shape,
+        stride=shard.stride(),
+    )

@@ -64,17 +64,24 @@ class LocalView:
         """
         if self.mesh is not None and self.coordinate is None:
             return []
-        ranges = self._ranges()
-        held = tuple(sum(hi - lo for lo, hi in runs) for runs in ranges)
+        ranges, held = self._ranges(), self.placed()
+        if 0 in held and 0 in self.local:
+            return []  # the other sizes of an empty shard may be anything
         if held != self.local:
             raise ConfigurationError(
                 f"its local tensor has shape {list(self.local)}, but as it is placed {list(held)}"
             )
-        if 0 in held:
-            return []
         if self.fault:
             raise ConfigurationError(self.fault)
         return list(_boxes(ranges, self.strides))
+
+    def placed(self) -> tuple[int, ...]:
+        """Return the shape that the local tensor has, as the placements say.
+
+        Raises:
+            ConfigurationError: they do not say it.
+        """
+        return tuple(sum(hi - lo for lo, hi in runs) for runs in self._ranges())
 
     def _ranges(self) -> list[Ranges]:
         if self.mesh is None or self.coordinate is None:
