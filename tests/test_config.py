@@ -65,6 +65,7 @@ NIXL_DEFAULTS = {
     "backend_name": "UCX",
     "backend_init_params": {},
     "release_after_refit": False,
+    "shard_weights": "none",
     "shard_expert_weights": False,
     "bind_host": None,
     "advertise_host": None,
@@ -198,7 +199,10 @@ def test_every_setting_arrives() -> None:
     assert (config.bucket_memory_ratio, config.device) == (0.5, "cpu")
     assert config.lifecycle.model_dump() == lifecycle
     passed_on = {"connect_s", "stall_s", "total_s", "silence_s", "verify", "poison_released"}
-    expected = {**scope, **{key: lifecycle[key] for key in passed_on}, "shard_expert_weights": False}
+    expected = {
+        **scope, **{key: lifecycle[key] for key in passed_on},
+        "shard_weights": "none", "shard_expert_weights": False,
+    }  # fmt: skip
     del expected["update_weights_bucket_memory_ratio"]
     assert config.engine_kwargs() == expected
     params = config.engine_kwargs()["backend_init_params"]

@@ -67,7 +67,7 @@ def test_either_setting_says_it_and_the_engine_is_told_both(scope: dict[str, Any
     config = select("nixl", **scope)
     assert config.sharding == sharding
     kwargs = config.engine_kwargs()
-    assert kwargs.get("shard_weights", "none") == sharding
+    assert kwargs["shard_weights"] == sharding
     assert kwargs["shard_expert_weights"] is (sharding == "experts")
 
 

@@ -98,7 +98,15 @@ def test_engines_of_host_memory_take_what_they_are_given_by_default(name: str) -
 @pytest.mark.parametrize(
     ("name", "own"),
     [
-        ("nixl", {"backend_name": "UCX", "backend_init_params": {}, "shard_expert_weights": False}),
+        (
+            "nixl",
+            {
+                "backend_name": "UCX",
+                "backend_init_params": {},
+                "shard_weights": "auto",
+                "shard_expert_weights": False,
+            },
+        ),
         ("ipc", {}),
         ("gloo", {"rebuild_group": True}),
         ("nccl", {"rebuild_group": True}),
@@ -109,7 +117,8 @@ def test_engines_of_host_memory_take_what_they_are_given_by_default(name: str) -
 )
 def test_the_settings_of_a_transport_reach_its_engine(name: str, own: dict[str, Any]) -> None:
     common = {"bind_host": "::", "advertise_host": "a", "fan_out": 3, "release_after_refit": True}
-    config = select(name, **{name: {**common, **own, "topology": "auto"}})
+    written = {key: value for key, value in own.items() if value is not False or key == "rebuild_group"}
+    config = select(name, **{name: {**common, **written, "topology": "auto"}})
     drivers = {"in_flight", "on_failure", "commit", "allow_missing", "allow_unused"}
     waits = config.lifecycle.model_dump(exclude=drivers)
     assert config.engine_kwargs() == {

@@ -100,8 +100,6 @@ class RefitConfig:
         kwargs = self.scope.model_dump(exclude={RATIO_KEY}) | self.lifecycle.model_dump(include=_WAITS)
         if isinstance(self.scope, NixlRefitConfig):  # whichever of the two was written, both say it
             kwargs |= {WEIGHTS_KEY: self.sharding, EXPERTS_KEY: self.sharding == "experts"}
-            if self.sharding == "none":
-                del kwargs[WEIGHTS_KEY]
         return kwargs
 
     def topology(self, train_world_size: int, rollout_world_size: int) -> Topology | None:
