@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from weightsync.benchmarking.crew import Crew, ProcessCrew, ask
+from weightsync.benchmarking.crew import Crew, Member, ProcessCrew, ask
+from weightsync.benchmarking.regions import REGIONS, RegionWorker
 from weightsync.benchmarking.shapes import ModelHandle
 from weightsync.benchmarking.trial import BenchSettings, Measurement, Trial, absent
 from weightsync.benchmarking.workers import EngineWorker, Stretch
@@ -20,7 +21,7 @@ from weightsync.engines.registry import (
 )
 from weightsync.errors import ConfigurationError, WeightSyncError
 from weightsync.signatures import constructor_of
-from weightsync.topology import TOPOLOGIES, make_topology
+from weightsync.topology import AUTO, TOPOLOGIES, make_topology
 
 KIND = "transport"
 _LOOPBACK = "127.0.0.1"
@@ -37,7 +38,7 @@ class Wish:
     def read(cls, text: str) -> Wish:
         """Read ``nixl``, ``nixl:ring``, ``my_pkg.refit:MyEngine`` or ``my_pkg.refit:MyEngine:ring``."""
         head, _, last = text.strip().rpartition(":")
-        if head and last in TOPOLOGIES:
+        if head and last in {*TOPOLOGIES, REGIONS}:
             return cls(head, last)
         return cls(text.strip())
 
@@ -60,6 +61,7 @@ class EngineTrial(Trial):
         cls = resolve_checkpoint_engine(wish.transport)
         # An engine that must share a process with its peer gets one for each pair of ranks.
         self._together = "processes" in cls.lacks
+        self._by_regions = wish.topology == REGIONS
         self._engine = _engine_settings(cls, wish, settings)
 
     def refusal(self) -> str | None:
@@ -82,7 +84,7 @@ class EngineTrial(Trial):
         """Return a process for each rank."""
         settings = self._settings
         return ProcessCrew(
-            EngineWorker,
+            RegionWorker if self._by_regions else EngineWorker,
             model,
             settings.policy_ranks,
             settings.rollout_ranks,
@@ -94,8 +96,8 @@ class EngineTrial(Trial):
         """Make the engines, prepare and connect them, as a synchronizer does."""
         worlds = (self._settings.policy_ranks, self._settings.rollout_ranks)
         made = [
-            ask([member], "make", self.name, self._settings.bucket_bytes, self._engine, sides)[0]
-            for member, sides in zip(crew.members, self._sides(), strict=True)
+            self._make(member, rank, sides)
+            for rank, (member, sides) in enumerate(zip(crew.members, self._sides(), strict=True))
         ]
         metadata = [each["policy"] for each in made if "policy" in each]
         metadata += [each["rollout"] for each in made if "rollout" in each]
@@ -104,6 +106,12 @@ class EngineTrial(Trial):
             member.start("join", rank, *worlds, metadata)
         for _, member in ranked:
             member.result()
+
+    def _make(self, member: Member, rank: int, sides: tuple[str, ...]) -> Any:
+        arguments = (self.name, self._settings.bucket_bytes, self._engine, sides)
+        if not self._by_regions:
+            return ask([member], "make", *arguments)[0]
+        return ask([member], "make_regions", *arguments, (rank, self._settings.policy_ranks))[0]
 
     def refit(self, crew: Crew, number: int) -> list[Stretch]:
         """Run one refit; every rank is told its number first, which is not timed."""
@@ -187,4 +195,6 @@ def _engine_settings(cls: type[CheckpointEngine], wish: Wish, settings: BenchSet
     constructor = constructor_of(cls)
     wanted = {"device": "cpu", "verify": settings.verify, "bind_host": _LOOPBACK}
     taken: dict[str, Any] = {name: value for name, value in wanted.items() if constructor.takes(name)}
+    if wish.topology == REGIONS:
+        return {**taken, "topology": AUTO, "shard_weights": "all"}
     return {**taken, "topology": wish.topology} if wish.topology else taken

@@ -88,11 +88,16 @@ class EngineWorker(Holder):
 
     def make(self, backend: str, bucket_bytes: int, settings: dict[str, Any], sides: tuple[str, ...]) -> Any:
         """Make and prepare the engines; returns each one's metadata."""
+        self._create(backend, bucket_bytes, settings, sides)
+        return {side: engine.prepare() for side, engine in self._engines.items()}
+
+    def _create(
+        self, backend: str, bucket_bytes: int, settings: dict[str, Any], sides: tuple[str, ...]
+    ) -> None:
         self._engines: dict[str, CheckpointEngine] = {
             side: create_checkpoint_engine(backend, bucket_size_bytes=bucket_bytes, engine_kwargs=settings)
             for side in sides
         }
-        return {side: engine.prepare() for side, engine in self._engines.items()}
 
     def join(self, rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]) -> None:
         """Connect each engine, as rank ``rank`` of its side."""
@@ -148,7 +153,7 @@ class EngineWorker(Holder):
         manifest = WeightManifest.build(TensorSpec.of(name, tensor) for name, tensor in self.policy.items())
         start = time.perf_counter()
         asyncio.run(engine.send_weights(WeightStream(manifest, self.policy.items())))
-        return Stretch("policy", start, time.perf_counter(), _phases(engine))
+        return Stretch("policy", start, time.perf_counter(), phases_of(engine))
 
     def _receive(self) -> Stretch:
         engine, loading = self._engines["rollout"], 0.0
@@ -163,10 +168,11 @@ class EngineWorker(Holder):
 
         start = time.perf_counter()
         asyncio.run(receive())
-        return Stretch("rollout", start, time.perf_counter(), {**_phases(engine), "load": loading})
+        return Stretch("rollout", start, time.perf_counter(), {**phases_of(engine), "load": loading})
 
 
-def _phases(engine: CheckpointEngine) -> dict[str, float]:
+def phases_of(engine: CheckpointEngine) -> dict[str, float]:
+    """Return the seconds of an engine's last refit, by phase."""
     stats = engine.refit_stats()
     return {
         name.removeprefix(_STEP): value
