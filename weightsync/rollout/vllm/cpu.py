@@ -7,6 +7,7 @@ parameters, so some of it has to be made anew by hand after a reload.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ class ExpertKernels:
                 method.moe_kernel = None
 
     def put_back(self) -> None:
-        """Restore the kernels of the layers that were not reloaded, after an aborted reload."""
+        """Restore the kernels of the layers that were not reloaded."""
         for method, kernel in self._taken:
             if method.moe_kernel is None:
                 method.moe_kernel = kernel
@@ -88,3 +89,12 @@ def repack_tied_head(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, ParallelLMHead) and id(module.weight) in embeddings:
             module.quant_method.process_weights_after_loading(module)
+
+
+def repack_embeddings(layers: Iterable[torch.nn.Module]) -> None:
+    """Pack embeddings and output layers again that were written in place; a model may use one as both."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    for layer in layers if is_cpu_platform() else ():
+        if isinstance(layer, VocabParallelEmbedding):
+            layer.quant_method.process_weights_after_loading(layer)

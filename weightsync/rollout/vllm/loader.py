@@ -9,12 +9,15 @@ from typing import Any
 
 import torch
 
-from weightsync.errors import ConfigurationError, ManifestError
+from weightsync.engines.base import ParameterBatch
+from weightsync.errors import ConfigurationError, LifecycleError, ManifestError
 from weightsync.rollout.loader import Batch
 from weightsync.rollout.vllm import reload
 from weightsync.rollout.vllm.coverage import CoverageReport
-from weightsync.rollout.vllm.cpu import ExpertKernels, repack_tied_head
+from weightsync.rollout.vllm.cpu import ExpertKernels, repack_embeddings, repack_tied_head
+from weightsync.rollout.vllm.destinations import VllmDestinations
 from weightsync.rollout.vllm.inverse import invert
+from weightsync.rollout.vllm.layout import rank_layout
 from weightsync.rollout.vllm.trial import TrialModel
 from weightsync.tensors import MAX_NAMES_SHOWN, WeightManifest, list_names
 
@@ -50,7 +53,10 @@ class VllmLoader:
         self._checked: dict[str, CoverageReport] = {}
         self._report = CoverageReport()
         self._next_report = CoverageReport()
+        self._memory: VllmDestinations | None = None
+        self._open = False
         self._reloading = False
+        self._parameters = reload.ParameterReload()
         self._kernels = ExpertKernels()
         self.notes: dict[str, Any] = {}
 
@@ -64,7 +70,7 @@ class VllmLoader:
         """Refuse a manifest that would not fill this rank's model; see `WeightLoader`."""
         report = self.coverage(manifest)
         _require_complete(report, self._allow_missing, self._allow_unused)
-        if self._reloading:  # the engine announced no manifest: this one is made of what came
+        if self._open:  # the engine announced no manifest: this one is made of what came
             self._report = report
         else:
             self._next_report = report
@@ -78,26 +84,57 @@ class VllmLoader:
             self._checked = {digest: self._trial.try_manifest(manifest)}
         return self._checked[digest]
 
+    def layout(self, manifest: WeightManifest, sharding: str) -> VllmDestinations:
+        """Return what this rank stores of the tensors, and where; see `RegionLoader`."""
+        report = self.coverage(manifest)
+        _require_complete(report, self._allow_missing, self._allow_unused)
+        if self._trial is None:
+            raise LifecycleError("a manifest was tried without a trial model", phase="layout")
+        layout = rank_layout(report, self._trial.parameters, sharding=sharding)
+        self._memory = VllmDestinations(layout, lambda: self.model)
+        return self._memory
+
+    def passes_over(self, name: str) -> bool:
+        """Whether a tensor has another name here or may be unused; see `RegionLoader`."""
+        tied = any(name in report.tied for report in self._checked.values())
+        return tied or _matches(name, self._allow_unused)
+
     def begin(self) -> None:
-        """Set the model aside for reloading; see `WeightLoader`."""
+        """Start a refit; the model is set aside for reloading when something needs it; see `WeightLoader`."""
         self.notes = {"detached_bytes": 0}
         # Used once: a stream without a manifest must not be judged by an earlier one's.
         self._report, self._next_report = self._next_report, CoverageReport()
-        self._reloading = True
-        with self._context():
-            self._kernels.take(self.model)
-            reload.begin_reload(self.model)
+        self._open, self._reloading = True, False
+        if self._memory is None:
+            with self._context():
+                self._begin_reload()
 
     def load(self, batch: Batch) -> None:
         """Load a batch, and copy what vLLM defers out of its memory; see `WeightLoader`."""
         # A tied output layer's own name: vLLM takes it only beside the embedding, in the same call.
         skipped = frozenset((*self._report.unused, *self._report.absent))
         used = [(name, tensor) for name, tensor in batch if name not in skipped]
-        storages = {tensor.untyped_storage().data_ptr() for _, tensor in used}
         with self._context():
+            self._begin_reload()
             if used:
                 self.model.load_weights(iter(used))  # type: ignore[operator]
-            self.notes["detached_bytes"] += reload.detach_deferred(self.model, storages - {0})
+            self._detach(used)
+
+    def load_parameters(self, batch: ParameterBatch) -> None:
+        """Load parameters of this rank as vLLM's own loaders would fill them; see `RegionLoader`."""
+        if self._memory is None:
+            raise LifecycleError("parameters came before layout", side="rollout", phase="load")
+        with self._context():
+            self._begin_reload()
+            for name, value in batch:
+                self._memory.require_fit(name, value)
+                layer, last = self._memory.owner(name)
+                copier = self._memory.copier(name)
+                if name in self._memory.handed_over:
+                    self._parameters.load(layer, last, value, copier)
+                else:
+                    copier(getattr(layer, last), value)
+            self._detach(batch)
 
     def finish(self) -> None:
         """End the reload; see `WeightLoader`.
@@ -106,22 +143,26 @@ class VllmLoader:
             ManifestError: vLLM did not take tensors that it was given.
         """
         with self._context():
-            lost = [name for name in reload.unloaded_parameters(self.model) if name in self._report.written]
-            if lost:
-                raise ManifestError(f"vLLM took nothing for {list_names(lost)}", tensor=lost[0], phase="load")
-            reload.finish_reload(self.model, self._config.model_config)
-            repack_tied_head(self.model)
-        self._reloading = False
-        self._kernels = ExpertKernels()
+            if self._reloading:
+                self._end_reload()
+            else:
+                reload.process_attention(self.model, self._config.model_config)
+            self._repack()
+        self._open = self._reloading = False
         self._reset_derived_state()
         self.notes["casts"] = _count(self._report.casts)
 
     def abort(self) -> None:
-        """Give unfinished layers their old weights back; see `WeightLoader`."""
-        self._reloading = False
+        """Give unfinished layers their old weights back; see `WeightLoader`.
+
+        What was written in place keeps what it has.
+        """
         with self._context():
-            reload.abandon_reload(self.model, self._config.model_config)
-            repack_tied_head(self.model)
+            if self._reloading:
+                reload.abandon_reload(self.model, self._config.model_config)
+            self._parameters.put_back()
+            self._repack()
+        self._open = self._reloading = False
         self._kernels.put_back()
 
     def served(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -132,6 +173,33 @@ class VllmLoader:
     def originals(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what can be read back out of the parameters, as it came; see `WeightLoader`."""
         return invert(self._report, dict(self.model.named_parameters(remove_duplicate=False)))
+
+    def _begin_reload(self) -> None:
+        """Set the model aside, but for what is written in place; once in a refit."""
+        if self._reloading:
+            return
+        self._reloading = True
+        self._kernels.take(self.model)
+        reload.begin_reload(self.model)
+        if self._memory is not None:
+            reload.release_layers(self._memory.layers_in_place())
+
+    def _end_reload(self) -> None:
+        lost = [name for name in reload.unloaded_parameters(self.model) if name in self._report.written]
+        if lost:
+            raise ManifestError(f"vLLM took nothing for {list_names(lost)}", tensor=lost[0], phase="load")
+        reload.finish_reload(self.model, self._config.model_config)
+        self._parameters.put_back()
+        self._kernels.put_back()
+
+    def _repack(self) -> None:
+        repack_tied_head(self.model)
+        if self._memory is not None:
+            repack_embeddings(self._memory.layers_in_place())
+
+    def _detach(self, batch: Batch) -> None:
+        storages = {tensor.untyped_storage().data_ptr() for _, tensor in batch}
+        self.notes["detached_bytes"] += reload.detach_deferred(self.model, storages - {0})
 
     @contextmanager
     def _context(self) -> Iterator[None]:

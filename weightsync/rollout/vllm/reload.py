@@ -6,10 +6,15 @@ a transfer buffer, which its owner is about to overwrite.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+
+from weightsync.errors import LifecycleError
+
+Copier = Callable[[torch.Tensor, torch.Tensor], None]
+"""Copies a whole value (second) into a parameter (first)."""
 
 
 def begin_reload(model: torch.nn.Module) -> None:
@@ -17,6 +22,70 @@ def begin_reload(model: torch.nn.Module) -> None:
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
     initialize_layerwise_reload(model)
+
+
+def release_layers(layers: Iterable[torch.nn.Module]) -> None:
+    """Take layers out of a reload that has begun: they keep their weights and may be written to."""
+    from vllm.model_executor.model_loader.reload.layerwise import (
+        _get_original_loader,
+        _place_kernel_tensors,
+        get_layerwise_info,
+    )
+
+    for layer in layers:
+        info = get_layerwise_info(layer)
+        if not info.can_load():
+            continue
+        _place_kernel_tensors(layer, info)
+        info.reset()
+        for parameter in layer.parameters(recurse=False):
+            # Some stay with their layer during a reload, and would go on noting what they are given.
+            setattr(parameter, "weight_loader", _get_original_loader(parameter))  # noqa: B010
+
+
+class ParameterReload:
+    """Puts whole parameters, as their rank stores them, into a model that is being reloaded.
+
+    vLLM counts, defers, processes and copies them as it does with what its own loaders take.
+    """
+
+    def __init__(self) -> None:
+        self._replaced: list[tuple[Any, Callable[..., Any]]] = []
+
+    def load(self, layer: torch.nn.Module, name: str, value: torch.Tensor, copier: Copier) -> None:
+        """Load one parameter of a layer. vLLM may keep ``value`` until the layer is complete.
+
+        Raises:
+            LifecycleError: the layer is not being reloaded, or is complete.
+        """
+        from vllm.model_executor.model_loader.reload.layerwise import (
+            _get_original_loader,
+            get_layerwise_info,
+            make_online_process_loader,
+        )
+
+        if not get_layerwise_info(layer).can_load():
+            raise LifecycleError(f"vLLM takes nothing more for {type(layer).__name__}", phase="load")
+        parameter: Any = getattr(layer, name)
+        self._replaced.append((parameter, _get_original_loader(parameter)))
+        parameter.weight_loader = copier
+        parameter.weight_loader = make_online_process_loader(layer, name)
+        parameter.weight_loader(parameter, value)
+
+    def put_back(self) -> None:
+        """Give the parameters their own loaders back, when the reload has ended."""
+        for parameter, loader in self._replaced:
+            parameter.weight_loader = loader
+        self._replaced = []
+
+
+def process_attention(model: torch.nn.Module, model_config: Any) -> None:
+    """Make anew what attention layers derive from weights, as the end of a reload does."""
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
+    for layer in model.modules():
+        if is_deferred_attention_layer(layer):
+            layer.process_weights_after_loading(model_config.dtype)  # type: ignore[operator]
 
 
 def finish_reload(model: torch.nn.Module, model_config: Any) -> None:

@@ -1,0 +1,181 @@
+"""Refits by regions on real vLLM: ``python -m tests.vllm_region_scenario KIND DIR``, or ``all``.
+
+The engine writes parts that were cut from whole tensors; the full-weight path into the same vLLM is the
+oracle. Prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+
+from tests.region_engine import RegionEngine
+from tests.vllm_scenarios import PROMPTS, _deferred, checkpoint, close, failures, make_host, sampling, values
+
+REGIONS = "tests.vllm_region_scenario:RegionFileEngine"
+WHOLE = "tests.rollout_engines:FileEngine"
+
+
+class RegionFileEngine(RegionEngine):
+    """Takes its stream from the ``model.safetensors`` of the directory ``source``, cast to ``dtype``."""
+
+    def __init__(self, bucket_size, source, dtype="", **options):
+        super().__init__(bucket_size, **options)
+        self.source, self.dtype = Path(source), dtype
+
+    def weights(self):
+        import torch
+        from safetensors.torch import load_file
+
+        state = load_file(self.source / "model.safetensors")
+        return [(n, t.to(getattr(torch, self.dtype)) if self.dtype else t) for n, t in state.items()]
+
+
+def worker_of(host):
+    return host.llm.llm_engine.model_executor.driver_worker.worker
+
+
+def engine_of(host):
+    return worker_of(host)._get_refit_endpoint().receiver.engine
+
+
+def manifest(source, dtype=""):
+    import msgspec
+
+    from weightsync.tensors import TensorSpec
+
+    items = RegionFileEngine(1, source, dtype).weights()
+    return msgspec.msgpack.encode([TensorSpec.of(name, tensor) for name, tensor in items])
+
+
+class Refits:
+    """Refits one host, again and again."""
+
+    def __init__(self, host):
+        self.host, self.version = host, 0
+        self.warnings = Warnings()
+
+    def rpc(self, method, **kwargs):
+        return self.host.checkpoint_engine_rpc(method, kwargs)
+
+    def connect(self, source, sharding=None, **options):
+        backend, settings = (REGIONS if sharding else WHOLE), {"source": source, **options}
+        values(
+            self.rpc(
+                "init_checkpoint_engine", backend=backend, bucket_size_bytes=1 << 20, engine_kwargs=settings
+            )
+        )
+        told = None
+        if sharding:
+            specs = manifest(source, options.get("dtype", ""))
+            told = values(self.rpc("describe_layout", manifest=specs, sharding=sharding))[0]
+        group = {"rank_prefix": 0, "train_world_size": 1, "rollout_world_size": 1, "metadata": []}
+        values(self.rpc("init_checkpoint_engine_process_group", **group))
+        return told
+
+    def open(self):
+        self.version += 1
+        values(self.rpc("open_refit", epoch=self.version, version=self.version))
+        values(self.host.refit_control("pause", {"in_flight": "wait"}))
+
+    def end(self):
+        values(self.rpc("commit_refit", version=self.version))
+        for action in ("reset_caches", "resume"):
+            values(self.host.refit_control(action, {}))
+
+    def refit(self, source, sharding=None, staged=False, **options):
+        told = self.connect(source, sharding, **options)
+        self.warnings.seen.clear()
+        self.open()
+        if staged:
+            values(self.rpc("stage_weights_from_checkpoint_engine"))
+            figures = values(self.rpc("load_staged_weights"))[0]
+        else:
+            figures = values(self.rpc("update_weights_from_checkpoint_engine"))[0]
+        self.end()
+        engine = engine_of(self.host)
+        ways = {"in_place": engine.in_place, "handed": engine.handed} if sharding else {}
+        return {**figures, **ways, "told": told, "warnings": list(self.warnings.seen)}
+
+    def served(self):
+        return values(self.rpc("weight_digest"))[0]["served"]["total"], exact_answer(self.host)
+
+    def fail(self, source, sharding, **options):
+        self.connect(source, sharding, **options)
+        self.open()
+        errors = failures(self.rpc("update_weights_from_checkpoint_engine"))
+        values(self.rpc("fence_refit", reason="the refit failed"))
+        status = values(self.rpc("refit_status"))[0]
+        return {"errors": errors, "status": status, "pending": _deferred(self.host)}
+
+
+class Warnings(logging.Handler):
+    """Keeps what vLLM's reload warns of."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.seen = []
+        logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+        logger.setLevel(logging.WARNING)
+        logger.addHandler(self)
+
+    def emit(self, record):
+        self.seen.append(record.getMessage())
+
+
+def exact_answer(host):
+    outputs = host.generate([{"prompt_token_ids": ids} for ids in PROMPTS], sampling(), use_tqdm=False)
+    done = [output.outputs[0] for output in outputs]
+    return [[list(d.token_ids), [next(iter(s.values())).logprob for s in d.logprobs]] for d in done]
+
+
+def scenario(kind, root):
+    model, _, rest = kind.partition("-")
+    options = {"vocab_size": 500} if rest == "padded" else {}
+    one, two = (checkpoint(root, model, seed, **options) for seed in (1, 2))
+    host = make_host(one)
+    refits = Refits(host)
+    refits.connect(one)
+    start = refits.served()
+    refits.refit(two)
+    expected = {two: refits.served()}
+    seen = {"changed": expected[two] != start}
+    refits.refit(one)
+    expected[one] = refits.served()
+    seen["oracle"] = expected[one] == start
+
+    def judged(name, source, sharding, **options):
+        figures = refits.refit(source, sharding, **options)
+        same = [got == want for got, want in zip(refits.served(), expected[source], strict=True)]
+        seen[name] = {**figures, "same": same}
+
+    judged("all", two, "all")
+    judged("all_again", one, "all")
+    judged("whole_after", two, None)
+    judged("staged", one, "all", staged=True)
+    layer = "model.layers.0.self_attn."
+    policy = [layer + "q_proj.weight", layer + "k_proj.weight", layer + "v_proj.weight", "model.norm.weight"]
+    judged("partly_whole", two, "auto", also_whole=policy)
+    judged("cast", one, "all", dtype="float32")
+    if model == "qwen3moe":
+        judged("experts", two, "experts")
+    seen["failed"] = refits.fail(one, "all", fail_at=9)
+    judged("healed", one, "all")
+    seen["failed_early"] = refits.fail(two, "all", fail_at=0)
+    seen["pending"] = _deferred(host)
+    memory = worker_of(host)._get_refit_endpoint().receiver.loader._memory
+    seen["reasons"] = memory.handed_over
+    close(host)
+    return seen
+
+
+KINDS = ("qwen3", "qwen3tied-padded", "qwen3moe")
+
+if __name__ == "__main__":
+    chosen = KINDS if sys.argv[1] == "all" else [sys.argv[1]]
+    result = {kind: scenario(kind, sys.argv[2]) for kind in chosen}
+    print("RESULT " + json.dumps(result), flush=True)
+    os._exit(0)
