@@ -257,6 +257,7 @@ def test_opening_ends_as_soon_as_a_peer_is_known_to_have_failed(star):
     star.refits(0)
 
 
+@pytest.mark.slow
 def test_a_store_that_is_gone_is_an_error(star, monkeypatch):
     monkeypatch.setattr(collective_transport, "_HEARSAY_S", 0.1)
     star.sender.disconnect()

@@ -742,6 +742,7 @@ def test_cuda_without_a_gpu_says_what_to_write():
         NIXLCheckpointEngine(MIB)
 
 
+@pytest.mark.slow
 def test_a_missing_nixl_names_the_extra():
     code = """
         import sys
@@ -789,6 +790,7 @@ def test_a_peer_that_never_comes_is_a_deadline_error_on_either_side():
         recovers(crew)
 
 
+@pytest.mark.slow
 def test_a_consumer_that_stops_asking_is_given_up():
     async def stuck(engine):
         async for _ in engine.receive_weight_batches():
@@ -950,6 +952,7 @@ def test_no_thread_is_left_and_nothing_is_unawaited():
     assert set(threading.enumerate()) - before == set()
 
 
+@pytest.mark.slow
 def test_an_engine_that_nobody_closed_does_not_hold_its_process():
     code = """
         import asyncio, threading
@@ -975,6 +978,7 @@ def test_an_engine_that_nobody_closed_does_not_hold_its_process():
     assert time.monotonic() - started < 20
 
 
+@pytest.mark.slow
 def test_optimised_python_checks_as_much():
     code = """
         from tests.engine_crew import Crew, assert_same, collect, plain, some_weights

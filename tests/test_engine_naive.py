@@ -458,6 +458,7 @@ def test_a_side_fails_before_it_begins(crew, side, order):
     crew.open(epoch + 100, epoch + 100)
 
 
+@pytest.mark.slow
 def test_a_stalled_consumer_and_a_stalled_stream():
     with Crew(stall_s=0.4) as crew:
 
@@ -587,6 +588,7 @@ def test_connected_anew_and_peers_that_were_not():
         assert_same(crew.refit(some_weights())[0], some_weights())
 
 
+@pytest.mark.slow
 def test_nothing_is_left_behind():
     def count():
         gc.collect()

@@ -142,10 +142,13 @@ STREAMS = {
     "first oversize": lambda: [("first", noise(2 * MIB + 5)), ("second", torch.ones(3))],
     "long names, many": lambda: [(f"{i}" + "n" * 4090, torch.tensor(i)) for i in range(2000)],
 }
+MANY = ("10,000 tiny", "long names, many")
 
 
 @pytest.mark.parametrize("manifest", [False, True], ids=["generator", "manifest"])
-@pytest.mark.parametrize("kind", STREAMS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind in MANY else []) for kind in STREAMS]
+)
 def test_every_byte_arrives(crew, kind, manifest):
     sent = STREAMS[kind]()
     (received,) = crew.refit(sent, manifest=manifest)
@@ -173,6 +176,7 @@ def test_shapes_and_names_may_change_from_refit_to_refit(crew):
             assert_same(crew.refit(sent, manifest=manifest)[0], sent)
 
 
+@pytest.mark.slow
 def test_values_are_right_after_a_hundred_changing_refits(crew):
     weight = torch.zeros(1000)
     for step in range(100):

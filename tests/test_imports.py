@@ -147,6 +147,7 @@ def test_imports_have_no_cycle() -> None:
     TopologicalSorter({name: at_import(name) for name in MODULES}).prepare()
 
 
+@pytest.mark.slow
 def test_the_core_needs_no_heavy_package() -> None:
     code = (
         "import importlib, sys\n"

@@ -101,6 +101,7 @@ def test_flattened_views_and_views_that_are_no_box():
         assert piece_from_copy(0, (4, 6), view_of(odd), view_of(odd.contiguous()), extent=24) is None
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(0, 50), st.integers(1, 5))
 def test_levels_are_as_low_as_can_be(loads, copies, nbytes):

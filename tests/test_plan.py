@@ -50,6 +50,7 @@ def planned(capsys):
     return plan
 
 
+@pytest.mark.slow
 def test_the_published_layout(planned):
     """45,395 tensors in 18 batches, 69.95 GiB for each rollout rank: experts cut by TP, the rest whole."""
     found = planned(str(MODELS / "deepseek-v3.json"), *DEEPSEEK, "--shard", "experts")
@@ -60,6 +61,7 @@ def test_the_published_layout(planned):
     assert {link["target"] for link in found["links"]} == set(range(32))
 
 
+@pytest.mark.slow
 def test_all_tensors_cut_is_the_least_possible(planned):
     found = planned(str(MODELS / "deepseek-v3.json"), *DEEPSEEK, "--shard", "all")
     assert found["bytes_per_rank"] == found["least_bytes_per_rank"]
@@ -71,12 +73,14 @@ def test_all_tensors_cut_is_the_least_possible(planned):
     assert seconds["planned"] < seconds["pairs"] / 20 < seconds["broadcast"] / 20 * 1.01
 
 
+@pytest.mark.slow
 def test_nothing_cut_is_the_whole_model(planned):
     found = planned(str(MODELS / "deepseek-v3.json"), *DEEPSEEK, "--shard", "none")
     assert found["bytes_per_rank"] == [found["model"]["bytes"]] * 32
     assert found["seconds"]["broadcast"] == pytest.approx(found["model"]["bytes"] * 8 / 400e9)
 
 
+@pytest.mark.slow
 def test_the_published_case_is_planned_within_ten_seconds_of_one_core():
     start = time.process_time()
     model = list_tensors(json.loads((MODELS / "deepseek-v3.json").read_text()))
@@ -86,6 +90,7 @@ def test_the_published_case_is_planned_within_ten_seconds_of_one_core():
     assert plan.regions == 1_452_640
 
 
+@pytest.mark.slow
 def test_descriptors_cost_less_than_five_microseconds_a_region():
     """Two ranks of a sharded policy read 395,000 regions of 45,395 tensors."""
     model = list_tensors(json.loads((MODELS / "deepseek-v3.json").read_text()))

@@ -145,6 +145,7 @@ def test_what_has_no_plain_bytes_is_refused(tensor: torch.Tensor, reason: str) -
         flat_bytes(tensor)
 
 
+@pytest.mark.slow
 def test_a_sharded_tensor_is_refused_with_what_to_send_instead() -> None:
     # DTensor needs a process group, and that belongs into a process of its own.
     code = (

@@ -13,6 +13,8 @@ from weightsync.testing.streams import STREAMS
 from weightsync.testing.suite import Suite
 from weightsync.testing.work import MIDDLE, REPEAT, Plan
 
+_LONG = "10,000 tiny ones"
+_STREAMS = [pytest.param(name, marks=[pytest.mark.slow] if name == _LONG else []) for name in STREAMS]
 _PLAIN = (str, bytes, int, float, bool, type(None))
 
 
@@ -37,7 +39,7 @@ class StreamCases(Suite):
             engine.close()
         check(not complaint, complaint)
 
-    @pytest.mark.parametrize("stream", STREAMS)
+    @pytest.mark.parametrize("stream", _STREAMS)
     def test_every_byte_comes(self, pair: ThreadCrew, stream: str) -> None:
         """Bytes are compared, in destinations that were poisoned beforehand."""
         pair.works(Plan(stream, seed=1))

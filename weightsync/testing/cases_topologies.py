@@ -11,11 +11,14 @@ from weightsync.testing.work import Plan
 WORLDS: tuple[World, ...] = ((1, 1), (1, 3), (3, 1), (4, 2), (2, 4), (2, 5))
 """Policy ranks and rollout ranks. What the engine refuses, it must refuse on every rank."""
 
+_LONG = ((4, 2), (2, 5))
+_WORLDS = [pytest.param(world, marks=[pytest.mark.slow] if world in _LONG else []) for world in WORLDS]
+
 
 class TopologyCases(Suite):
     """Several ranks in this process; every policy rank has the same stream."""
 
-    @pytest.mark.parametrize("world", WORLDS, ids=lambda world: f"{world[0]} to {world[1]}")
+    @pytest.mark.parametrize("world", _WORLDS, ids=lambda world: f"{world[0]} to {world[1]}")
     def test_all_ranks_in_step(self, world: World) -> None:
         """Making an item takes all policy ranks, as a collective does: each must drain its stream in step.
 
