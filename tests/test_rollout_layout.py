@@ -34,7 +34,9 @@ def reported(model, manifest, place=RankPlace(), experts=()):
     tracer = LoadTracer([*model.named_parameters(), *model.named_buffers()], sources)
     with tracer:
         refused = _feed(model, sources)
+    tracer.note_replaced(model.named_parameters())
     report = build_report(manifest, tracer.writes, parameters, refused, place)
+    report.reworked = frozenset(tracer.reworked)
     report.experts = frozenset(experts)
     return report, parameters
 
@@ -110,6 +112,58 @@ def test_reasons():
         "steps": "steps: it is a buffer, and only parameters are filled by regions",
     }
     assert [each.name for each in layout.table.storages] == ["qkv", "embed"]
+
+
+@pytest.mark.parametrize(
+    ("rework", "reason"),
+    [
+        (lambda scaled: scaled.data.mul_(2), "its values are computed anew once it is loaded"),
+        (lambda scaled: scaled.data.copy_(-scaled.exp()), "its values are computed anew once it is loaded"),
+        (
+            lambda scaled: torch.mul(scaled.data, 2, out=scaled.data),
+            "its values are computed anew once it is loaded",
+        ),
+        (lambda scaled: setattr(scaled, "data", scaled.data[:3]), None),
+    ],
+    ids=["in place", "copied", "out", "cut"],
+)
+def test_what_is_computed_once_it_is_loaded(rework, reason):
+    class Reworking(Straight):
+        def load_weights(self, weights):
+            super().load_weights(weights)
+            rework(self.scaled)
+
+    whole = layout_of(Reworking(), manifest_of(STRAIGHT)).table.whole
+    assert whole["scaled"] == f"scaled: {reason}" if reason else "scaled" in whole
+
+
+def test_what_is_put_in_the_place_of_a_parameter():
+    class Replacing(Straight):
+        def load_weights(self, weights):
+            for name, tensor in weights:
+                if name == "scaled":
+                    self.scaled.data = tensor.float()
+                elif name == "down":
+                    self.down = torch.nn.Parameter(tensor * 2)
+                else:
+                    super().load_weights([(name, tensor)])
+
+    report, parameters = reported(Replacing(), manifest_of(STRAIGHT))
+    assert report.missing == {}
+    assert rank_table(report, parameters, sharding="all").whole == {
+        name: f"{name}: its values are computed, not copied" for name in ("scaled", "down")
+    }
+
+
+def test_parameters_that_insist_on_memory():
+    class Insisting(Straight):
+        def __init__(self):
+            super().__init__()
+            self.scaled = torch.nn.Parameter(torch.empty(4, device="cpu"))
+
+    layout = layout_of(Insisting(), manifest_of(STRAIGHT))
+    assert layout.table.whole == {}
+    assert "scaled" in [each.name for each in layout.table.storages]
 
 
 def test_what_shares_a_parameter_goes_whole_together():

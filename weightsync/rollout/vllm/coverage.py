@@ -66,6 +66,8 @@ class CoverageReport:
     """Everything that the loader wrote."""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Of the parameters, before any processing."""
+    reworked: frozenset[str] = frozenset()
+    """Parameters whose values are computed anew once they are written."""
     absent: list[str] = field(default_factory=list)
     """Tensors that this rank rightly reads nothing of: other ranks of its engine do."""
     tied: frozenset[str] = frozenset()

@@ -29,7 +29,8 @@ def invert(
     copies: dict[str, list[Write]] = defaultdict(list)
     changed: set[str] = set()
     for write in report.writes:
-        if write.read is None or write.source_dtype != write.target_dtype or len(write.sources) != 1:
+        same = write.read is not None and write.source_dtype == write.target_dtype
+        if not same or len(write.sources) != 1 or write.target in report.reworked:
             changed |= write.sources
         for name in write.sources:
             copies[name].append(write)

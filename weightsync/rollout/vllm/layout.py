@@ -81,6 +81,7 @@ class _Sketch:
             raise ConfigurationError("this report is of no manifest: try one first")
         self._manifest = report.manifest
         self._absent = tuple(report.absent)
+        self._reworked = report.reworked
         self._parameters = parameters
         self._shapes = {spec.name: tuple(spec.shape) for spec in report.manifest.tensors}
         self._writes: dict[str, list[Write]] = defaultdict(list)
@@ -127,6 +128,8 @@ class _Sketch:
         lost = list(self.whole)
         for target, writes in self._writes.items():
             reason = _why_not(writes, self._parameters.get(target))
+            if target in self._reworked:
+                reason = "its values are computed anew once it is loaded"
             if reason is not None:
                 lost += self._give_up(target, reason)
         while lost:

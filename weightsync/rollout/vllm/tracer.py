@@ -49,6 +49,8 @@ class LoadTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.writes: list[Write] = []
+        self.reworked: set[str] = set()
+        """Targets that were changed by what is neither a tensor nor a constant, as by their own values."""
         self._targets: dict[int, str] = {}
         for name, tensor in targets:
             self._targets.setdefault(_storage(tensor), name)
@@ -60,16 +62,28 @@ class LoadTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the operation, then note what it wrote."""
-        out = func(*args, **(kwargs or {}))
-        changed = list(_written(func, args))
+        kwargs = kwargs or {}
+        out = args[0] if _lacks_memory(func, args) else func(*args, **kwargs)
+        changed = list(_written(func, args, kwargs))
         if changed:
-            self._note_writes(func, changed, args)
+            self._note_writes(func, changed, args, kwargs)
         else:
-            self._note_outputs(out, args)
+            self._note_outputs(out, (args, kwargs))
         return out
 
-    def _note_writes(self, func: Any, changed: list[torch.Tensor], args: tuple[Any, ...]) -> None:
-        inputs = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+    def note_replaced(self, targets: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Note the targets that were given other memory instead of being written to, once all is loaded."""
+        known = set(self._targets.values())
+        for name, tensor in targets:
+            names = self._lineage([tensor]) if name in known else frozenset()
+            if names and _storage(tensor) not in self._targets:
+                into = Region.of(tensor)
+                self.writes.append(Write(name, into, names, None, None, tensor.dtype))
+
+    def _note_writes(
+        self, func: Any, changed: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         givers = [leaf for leaf in inputs if not any(leaf is target for target in changed)]
         names = self._lineage(givers)
         for target in changed:
@@ -79,6 +93,8 @@ class LoadTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif names or func in _FILLS:
                 write = self._write(func, name, target, givers, names)
                 self.writes.append(write if names else replace(write, fill=_constant(func, args)))
+            else:
+                self.reworked.add(name)
 
     def _write(
         self, func: Any, name: str, target: torch.Tensor, givers: list[torch.Tensor], names: frozenset[str]
@@ -128,9 +144,17 @@ def _constant(func: Any, args: tuple[Any, ...]) -> float | None:
     return float(args[1]) if func is torch.ops.aten.fill_.Scalar else None
 
 
-def _written(func: Any, args: tuple[Any, ...]) -> Iterator[torch.Tensor]:
+def _lacks_memory(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operation copies into a tensor that insists on memory what has none."""
+    if func is not torch.ops.aten.copy_.default:
+        return False
+    return bool(args[1].is_meta and not args[0].is_meta)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
     """Yield the tensors that an operation changes in place."""
-    for argument, value in zip(func._schema.arguments, args, strict=False):
+    for index, argument in enumerate(func._schema.arguments):
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 

@@ -19,8 +19,8 @@ _MAX_REASON_CHARS = 200
 class TrialModel:
     """The model of one vLLM worker without its memory; made once, tried as often as manifests change.
 
-    Where ranks divide a model by layers or by experts, a second trial model, of the whole, tells what is left
-    to other ranks from what the model does not know.
+    Where ranks divide a model by layers or experts, a second trial model, of the whole, tells what is left to
+    other ranks from what the model does not know.
 
     Args:
         vllm_config: the worker's configuration.
@@ -73,22 +73,40 @@ class _WholeModel:
 
 
 def _try(model: torch.nn.Module, config: Any, manifest: WeightManifest, place: RankPlace) -> CoverageReport:
-    from vllm.config import set_current_vllm_config
-
     sources = meta_tensors(manifest)
-    tracer = LoadTracer([*model.named_parameters(), *model.named_buffers()], sources)
-    with on_meta(), set_current_vllm_config(config), torch.device("meta"), torch.no_grad(), tracer:
-        refused = _feed(model, sources)
+    tracer, refused, known = _traced(model, config, sources)
+    if known != set(dict(_stored(model))):  # some are made as their tensors come
+        tracer, refused, _ = _traced(model, config, sources)
     report = build_report(manifest, tracer.writes, dict(model.named_parameters()), refused, place)
+    report.reworked = frozenset(tracer.reworked)
     report.experts = expert_parameters(model)
     report.tied = _tied_names(model)
     return report
 
 
+def _traced(
+    model: torch.nn.Module, config: Any, sources: list[tuple[str, torch.Tensor]]
+) -> tuple[LoadTracer, dict[str, str], set[str]]:
+    """Load the sources; returns what was seen, what was refused, and the names of what was there before."""
+    from vllm.config import set_current_vllm_config
+
+    stored = _stored(model)
+    tracer = LoadTracer(stored, sources)
+    with on_meta(), set_current_vllm_config(config), torch.device("meta"), torch.no_grad(), tracer:
+        refused = _feed(model, sources)
+    tracer.note_replaced(_stored(model))
+    return tracer, refused, {name for name, _ in stored}
+
+
+def _stored(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
 def _is_divided(vllm_config: Any) -> bool:
-    """Whether there are tensors that this rank reads nothing of."""
+    """Whether tensors are left to ranks other than the tensor-parallel ones."""
     parallel = vllm_config.parallel_config
-    return bool(parallel.pipeline_parallel_size > 1 or parallel.enable_expert_parallel)
+    ranks = max(parallel.pipeline_parallel_size, parallel.data_parallel_size)  # replicas may cut experts
+    return bool(ranks > 1 or parallel.enable_expert_parallel)
 
 
 def _tied_names(model: torch.nn.Module) -> frozenset[str]:
