@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
@@ -21,6 +22,12 @@ settings.register_profile(
 )
 settings.load_profile("weightsync")
 sign_semaphores()
+
+
+def pytest_collection_finish():
+    """Many tests collect garbage to see what is left; they need not search what will stay in any case."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import weightsync
@@ -12,6 +13,7 @@ import weightsync
 ROOT = Path(weightsync.__file__).parent
 
 
+@cache
 def parse_package() -> dict[str, ast.Module]:
     """Return each module's tree by its dotted name."""
     trees = {}

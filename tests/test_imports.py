@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 import weightsync
+from tests.package_code import parse_package
 
 ROOT = Path(weightsync.__file__).parent
 MODULES = {
     ".".join(("weightsync", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): path
     for path in sorted(ROOT.rglob("*.py"))
 }
-TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
+TREES = dict(parse_package())
 
 # A module may import what has its own rank or a lower one. The longest matching prefix counts.
 RANKS = {

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 
-pytest.importorskip("vllm", reason="needs vLLM")
+if find_spec("vllm") is None:  # its import takes seconds
+    pytest.skip("needs vLLM", allow_module_level=True)
 
 from tests.test_rollout_vllm import run_group
 

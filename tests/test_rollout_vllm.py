@@ -8,11 +8,13 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm", reason="needs vLLM")
+if find_spec("vllm") is None:  # its import takes seconds
+    pytest.skip("needs vLLM", allow_module_level=True)
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(300)]
 
