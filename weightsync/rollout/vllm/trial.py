@@ -64,7 +64,7 @@ class _WholeModel:
         specs = (spec for spec in report.manifest.tensors if spec.name in doubtful)
         with standing_at(EnginePlace()):
             whole = _try(self._model, self._config, WeightManifest.build(specs), RankPlace())
-        unknown = {*whole.unused, *whole.refused}
+        unknown = {*whole.unused, *whole.refused, *whole.partly_read}
         report.absent = [name for name in report.unused if name not in unknown]
         report.unused = [name for name in report.unused if name in whole.unused]
         report.refused.update(whole.refused)
