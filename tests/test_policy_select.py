@@ -201,13 +201,13 @@ def test_describing_and_then_sending(kind):
     worker = kind(Model())
     engine = started(worker, rest=["second.weight"])
     value = worker.rpc(DESCRIBE, sharding="all")["value"]
+    assert (worker.events, worker.gathered) == (["prepare", "finish"], [])
     manifest = worker.weight_stream().manifest
     specs = msgspec.msgpack.decode(value["manifest"], type=tuple[TensorSpec, ...])
     assert specs == manifest.tensors
     assert value["digest"] == manifest.digest() == engine.memory.table.manifest
     assert value["whole"] == {}
     assert engine.memory.manifest == manifest
-    assert (worker.events, worker.gathered) == (["prepare", "finish"], [])
     worker.rpc("init_checkpoint_engine_process_group", train_world_size=1, rollout_world_size=1, metadata=[])
     for _ in range(2):
         figures = worker.rpc(SEND)["value"]
