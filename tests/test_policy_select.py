@@ -228,9 +228,12 @@ def test_reasons_are_told():
     assert "gaps" in whole["weight"]
     specs = [TensorSpec("w", (3,), "float32"), TensorSpec("b", (1,), "float32")]
     worker.weight_stream = lambda: WeightStream(WeightManifest.build(specs), iter(()))
-    reason = "the stream is a plain generator"
+    reason = "the weight stream is a plain generator"
     assert worker.rpc(DESCRIBE, sharding="all")["value"]["whole"] == {"w": reason, "b": reason}
     assert engine.memory.table.whole == {"w": reason, "b": reason}
+    worker.rpc("init_checkpoint_engine_process_group", train_world_size=1, rollout_world_size=1, metadata=[])
+    assert "error" not in worker.rpc(SEND)
+    assert engine.shards.table == engine.memory.table
 
 
 def test_what_cannot_be_described():

@@ -211,8 +211,8 @@ def test_nothing_is_looked_at_before_it_is_wanted(monkeypatch):
 
 def test_a_rank_that_does_not_say_where_its_tensors_are():
     manifest = WeightManifest.build([TensorSpec("w", (4, 3), "float32")])
-    memory = NoShards(manifest, "it is a plain generator")
-    assert memory.table.whole == {"w": "it is a plain generator"}
+    memory = NoShards(manifest)
+    assert memory.table.whole == {"w": "the weight stream is a plain generator"}
     assert memory.table.storages == ()
     with pytest.raises(ManifestError):
         memory.storage(0)

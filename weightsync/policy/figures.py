@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from weightsync.errors import LifecycleError
+from weightsync.policy.shards import memory_of
 from weightsync.tensors import WeightGenerator, WeightStream
 
 Weights = Generator[tuple[str, torch.Tensor], None, None]
@@ -30,9 +31,9 @@ class MeteredWeights(WeightGenerator):
         self.nbytes = 0
 
     def for_engine(self) -> Weights:
-        """Return what to hand to the engine; it has a manifest if the generator has one."""
+        """Return what to hand to the engine; it has a manifest, and shards, if the generator has one."""
         if isinstance(self._weights, WeightStream):
-            return WeightStream(self._weights.manifest, self, self._weights.shards)
+            return WeightStream(self._weights.manifest, self, memory_of(self._weights))
         return self
 
     def select(self, names: Collection[str]) -> MeteredWeights:

@@ -9,6 +9,7 @@ that are not synchronised) may come from any of them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from weakref import WeakKeyDictionary
 
 import torch
@@ -79,16 +80,25 @@ class LocalShards:
 class NoShards:
     """The memory of a rank that does not say where its tensors are: all of them are sent whole."""
 
-    def __init__(self, manifest: WeightManifest, reason: str) -> None:
+    def __init__(self, manifest: WeightManifest) -> None:
         self.manifest = manifest
-        builder = TableBuilder(manifest)
-        for name in manifest.names:
-            builder.need_whole(name, reason)
-        self.table = builder.build()
+
+    @cached_property
+    def table(self) -> RankTable:
+        """Nothing, with the reason for every tensor."""
+        builder = TableBuilder(self.manifest)
+        for name in self.manifest.names:
+            builder.need_whole(name, "the weight stream is a plain generator")
+        return builder.build()
 
     def storage(self, index: int) -> torch.Tensor | None:
         """Raise: there are none."""
         raise ManifestError(f"this rank has no storage {index}")
+
+
+def memory_of(weights: WeightStream) -> LocalMemory:
+    """Return where this rank has the tensors of a stream, also if the stream does not say it."""
+    return weights.shards or NoShards(weights.manifest)
 
 
 def described(weights: Iterable[tuple[str, torch.Tensor]]) -> tuple[WeightManifest, LocalMemory]:
@@ -103,7 +113,7 @@ def described(weights: Iterable[tuple[str, torch.Tensor]]) -> tuple[WeightManife
             "WeightStream from weight_stream(), or write shard_weights: none"
         )
     weights.select(())  # closing it takes part in no gather from now on
-    return weights.manifest, weights.shards or NoShards(weights.manifest, "the stream is a plain generator")
+    return weights.manifest, memory_of(weights)
 
 
 _TABLES: WeakKeyDictionary[nn.Module, tuple[WeightManifest, dict[str, LocalView], RankTable]] = (
