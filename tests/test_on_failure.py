@@ -18,7 +18,7 @@ from weightsync.errors import (
     RefitError,
     WeightSyncError,
 )
-from weightsync.lifecycle.casualties import ranks_to_blame
+from weightsync.lifecycle.blame import ranks_to_blame
 from weightsync.topology import RankId
 
 GO_ON = {"on_failure": "continue", "topology": "star"}
@@ -184,6 +184,23 @@ def test_an_engine_that_hangs_is_left_out_as_long_as_it_does():
     job.hosts[1].script.clear()
     assert job.synchronizer.sync_weights().ok == (0, 1)
     assert [state.version for state in job.states] == [3, 3]
+
+
+def test_who_still_waits_for_the_one_that_has_failed_is_not_left_out_with_it():
+    job = Job(sizes=(1, 1), **GO_ON, total_s=30.0, connect_s=4.0)
+    job.hosts[1].script[UPDATE] = raising(ValueError("broken"))
+    gives_up = DeadlineError("rollout rank 1 did not begin epoch 1", peer="rollout rank 1")
+
+    def waiting(kwargs):
+        threading.Event().wait(2.5)  # longer than the time that failures have to be reported in
+        raise gives_up
+
+    for worker in job.policy:
+        worker.script[SEND] = once(waiting)
+    job.hosts[0].script[UPDATE] = once(waiting)
+    report = job.synchronizer.sync_weights()
+    assert report.ok == (0,)
+    assert states(report) == {1: ("ValueError", None)}
 
 
 def test_a_slow_engine_is_not_given_up_because_another_has_failed():

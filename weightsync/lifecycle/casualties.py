@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from weightsync.cluster.base import Failure
 from weightsync.cluster.view import ranks_of
 from weightsync.crew import Crew, StepError
-from weightsync.failures import Distance, distance_of
+from weightsync.failures import distance_of
+from weightsync.lifecycle.blame import patience_of, ranks_to_blame
 from weightsync.topology import RankId
-
-_ROLLOUT_RANK = re.compile(r"rollout rank (\d+)")
 
 
 class Casualties:
@@ -42,7 +40,7 @@ class Casualties:
         """
         failures = [*self.failures, *error.failures]
         here = set(ranks_of(self.left.rollout))
-        blamed = ranks_to_blame(error.failures, self._crew.lost) & here if self._tolerated else set()
+        blamed = self._blamed_for(error.failures) & here if self._tolerated else set()
         hosts = self.hosts | {self._crew.host_of(rank) for rank in blamed}
         left = set(self._crew.rollout.rank_prefixes) - hosts
         if not blamed or not left:
@@ -50,40 +48,14 @@ class Casualties:
         self.hosts, self.failures = hosts, failures
         self.left = self._crew.among(left)
 
+    def _blamed_for(self, failures: Sequence[Failure]) -> set[int]:
+        patient = patience_of(self._crew, failures)
+        # Who is silent because it waits for the one that has failed is asked again once it has given up.
+        suspects = [each for each in failures if each.how != "silent" or each.who not in patient]
+        return ranks_to_blame(suspects or failures, self._crew.lost)
+
     def failure_of(self, rank: int) -> Failure | None:
         """Return what a rank itself has said, or was said of it."""
         own, gone = RankId("rollout", rank), set(self._crew.lost)
         said = [failure for failure in self.failures if failure.who == own]
         return min(said, key=lambda failure: distance_of(failure, gone), default=None)
-
-
-def ranks_to_blame(failures: Sequence[Failure], lost: Iterable[RankId]) -> set[int]:
-    """Return the rollout ranks that a failure comes from; none if it comes from the policy's side.
-
-    Ranks that were silent count, for they cannot be used; those that only complain about a peer do not, if
-    that peer is a rollout rank or has failed itself.
-    """
-    gone = set(lost)
-    by_distance: dict[Distance, list[Failure]] = {}
-    for failure in failures:
-        by_distance.setdefault(distance_of(failure, gone), []).append(failure)
-    own = [*by_distance.get(Distance.LOST, ()), *by_distance.get(Distance.OWN, ())]
-    if any(failure.who.side == "policy" for failure in own):
-        return set()
-    silent = by_distance.get(Distance.SILENT, [])
-    first_hand = {failure.who.rank for failure in (*own, *silent) if failure.who.side == "rollout"}
-    if first_hand:
-        return first_hand
-    complaints = by_distance.get(Distance.ABOUT_A_PEER, [])
-    accused = {rank for failure in complaints for rank in accused_by(failure)}
-    if accused:
-        return accused
-    if any(failure.who.side == "policy" for failure in complaints):
-        return set()
-    return {failure.who.rank for failure in complaints}
-
-
-def accused_by(failure: Failure) -> set[int]:
-    """Return the rollout rank that a rank complains about, if it is one."""
-    found = _ROLLOUT_RANK.fullmatch(failure.record.context.peer or "")
-    return {int(found[1])} if found else set()

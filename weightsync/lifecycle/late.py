@@ -1,30 +1,16 @@
-"""The engine hosts that a failed refit finds busy, and how long each of them is waited for."""
+"""The engine hosts that a failed refit finds busy: they are waited for, each as long as it may need."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
-from weightsync.cluster.base import Failure
 from weightsync.crew import Crew, Deadline
-from weightsync.errors import PeerLostError
-from weightsync.lifecycle.casualties import accused_by
 from weightsync.topology import RankId
 
 MOMENT_S = 2.5
 """What a rank may need from its own deadline on: in up to two seconds it tells peers that it has not met."""
 
 _LOOK_S = 0.1
-
-
-def patience_of(crew: Crew, failures: Sequence[Failure]) -> dict[RankId, float]:
-    """Return in how many seconds busy ranks give up by themselves.
-
-    A healthy one waits out its own ``connect_s`` for a peer that is gone. One that a peer calls lost, as a
-    stopped process is, will not end anything.
-    """
-    lost = [failure for failure in failures if failure.record.kind == PeerLostError.__name__]
-    gone = {RankId("rollout", rank) for failure in lost for rank in accused_by(failure)}
-    return {who: left for who, left in crew.patient().items() if who not in gone}
 
 
 def as_they_end(crew: Crew, patience: Mapping[RankId, float], deadline: Deadline) -> Iterator[set[int]]:

@@ -25,9 +25,10 @@ from weightsync.config import RefitLifecycle
 from weightsync.crew import Crew, Deadline, StepError, require_complete
 from weightsync.errors import DeadlineError, ProtocolError, RefitError, WeightSyncError
 from weightsync.failures import Serving, list_ranks, refit_error
+from weightsync.lifecycle.blame import patience_of
 from weightsync.lifecycle.casualties import Casualties
 from weightsync.lifecycle.cleanup import Cleanup, refusals
-from weightsync.lifecycle.late import as_they_end, patience_of
+from weightsync.lifecycle.late import MOMENT_S, as_they_end
 from weightsync.lifecycle.plan import Progress, RefitPlan
 from weightsync.lifecycle.steps import Steps, as_step_error
 from weightsync.report import LeftOut, RankFigures, RefitReport
@@ -205,7 +206,7 @@ class Refit:
         here = policy | {RankId("rollout", rank) for rank in ranks_of(crew.rollout)}
         patient = [left for who, left in crew.patient().items() if who in here]
         # A policy worker may need as long as the driver to notice that its peer is gone.
-        within_s = min(max([*patient, self._settings.silence_s]) + 1.0, self._deadline.left_s())
+        within_s = min(max([*patient, self._settings.silence_s]) + MOMENT_S, self._deadline.left_s())
         busy = crew.settle(within_s, here) & here
         failures = [
             driver_failure(who, phase, DeadlineError, "has not ended its part of a failed transfer")
