@@ -10,6 +10,7 @@ import pytest
 from rich.text import Text
 from typer.testing import CliRunner
 
+from tests.mooncake_support import real_mooncake
 from weightsync.cli import app as cli
 from weightsync.cli.faults import _chosen, _line, _table
 from weightsync.drills.fault_cells import (
@@ -181,6 +182,19 @@ def test_a_rank_that_is_at_another_epoch_than_its_two_senders_is_not_left_paused
     cell = Cell("kimi_ckpt_engine", "driver", "corrupt", "connect")
     (verdict,) = FaultMatrix(deadlines=Deadlines()).run([cell])
     assert verdict.passed, verdict.detail
+
+
+@real_mooncake
+@pytest.mark.slow
+def test_mooncake_goes_on_without_a_receiver_that_dies_or_fails_with_staged_updates():
+    cells = [
+        Cell("mooncake", "receiver", fault, phase)
+        for fault, phase in [("kill", "connect"), ("corrupt", "middle"), ("raise", "first")]
+    ]
+    matrix = FaultMatrix(deadlines=Deadlines(), commit="staged", on_failure="continue")
+    verdicts = list(matrix.run(cells))
+    assert [(str(each.cell), each.detail) for each in verdicts if not each.passed] == []
+    assert {each.outcome for each in verdicts} == {"succeeded"}
 
 
 @pytest.mark.slow
