@@ -128,7 +128,7 @@ class RegionEngine(BucketedCheckpointEngine):
         links = list(session.targets.values())
         with refit.on(links):
             await refit.open(links, sending=bool(links))
-            lender.take(_shards_of(weights))
+            lender.take(self._shards_of(weights))
             regions = RegionSender(refit, plan, lender, self._readers(plan, session))
             await refit.waiter.run(regions.run)
             figures = refit.figures()
@@ -183,6 +183,15 @@ class RegionEngine(BucketedCheckpointEngine):
         return [session.targets[rank] for rank in refit.topology.targets(refit.who)]
 
     # Pieces.
+
+    def _shards_of(self, weights: Weights) -> RankMemory:
+        """Return what this rank's stream has now; one that never tells where its tensors are has nothing."""
+        shards: RankMemory | None = getattr(weights, "shards", None)
+        if shards is None and self._local is not None and not self._local.table.storages:
+            return self._local
+        if shards is None:
+            raise LifecycleError("the weight stream of this policy rank has no shards, as it had before")
+        return shards
 
     def _one_sided(self) -> OneSidedTransport:
         transport = self._memory.require()
@@ -248,13 +257,6 @@ def _select(weights: Weights, names: Sequence[str]) -> Weights:
             "return a stream of the same kind each time"
         )
     return cast(Weights, select(names))
-
-
-def _shards_of(weights: Weights) -> RankMemory:
-    shards = getattr(weights, "shards", None)
-    if shards is None:
-        raise LifecycleError("the weight stream of this policy rank has no shards, as it had before")
-    return cast(RankMemory, shards)
 
 
 def _require_rest(plan: RegionPlan, manifest: Any) -> None:

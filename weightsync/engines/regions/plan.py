@@ -43,8 +43,23 @@ class RegionPlan:
 
     @cached_property
     def whole(self) -> frozenset[str]:
-        """The tensors that do not move by regions, because some rank cannot."""
-        return frozenset(name for table in (*self.policy, *self.rollout) for name in table.whole)
+        """The tensors that do not move by regions: some rank cannot, or they share a storage with such a one.
+
+        A storage is filled by regions completely or not at all.
+        """
+        found = {name for table in (*self.policy, *self.rollout) for name in table.whole}
+        return frozenset(found.union(*(kin for kin in self._kin() if not found.isdisjoint(kin))))
+
+    def _kin(self) -> list[set[str]]:
+        """Return the tensors in sets of those that share storages on some rollout rank."""
+        joined: dict[str, set[str]] = {}
+        for table in self.rollout:
+            homes: dict[int, str] = {}
+            for spec, slots in zip(self.manifest.tensors, table.slots, strict=True):
+                for slot in slots:
+                    first = homes.setdefault(slot, spec.name)
+                    _merge(joined, first, spec.name)
+        return list({id(kin): kin for kin in joined.values()}.values())
 
     @cached_property
     def rest(self) -> tuple[TensorSpec, ...]:
@@ -115,6 +130,16 @@ class RegionPlan:
     @cached_property
     def _maker(self) -> RowMaker:
         return RowMaker(self.reshard, self.manifest, self.policy, self.rollout)
+
+
+def _merge(joined: dict[str, set[str]], one: str, other: str) -> None:
+    into, of = joined.setdefault(one, {one}), joined.setdefault(other, {other})
+    if into is of:
+        return
+    if len(into) < len(of):
+        into, of = of, into
+    into |= of
+    joined.update(dict.fromkeys(of, into))
 
 
 def require_tables(tables: Sequence[bytes]) -> tuple[RankTable, ...]:
