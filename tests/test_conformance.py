@@ -47,18 +47,21 @@ class TestNixlStar(Fast, TopologyConformance):
     settings = fast(topology="star")
 
 
+@pytest.mark.slow
 @pytest.mark.nixl
 class TestNixlRing(Fast, TopologyConformance):
     engine = "nixl"
     settings = fast(topology="ring")
 
 
+@pytest.mark.slow
 @pytest.mark.nixl
 class TestNixlTree(Fast, TopologyConformance):
     engine = "nixl"
     settings = fast(topology="tree")
 
 
+@pytest.mark.slow
 @pytest.mark.nixl
 class TestNixlStripes(Fast, TopologyConformance):
     engine = "nixl"
@@ -75,6 +78,7 @@ class TestIPCStar(Fast, TopologyConformance):
     settings = fast(topology="star")
 
 
+@pytest.mark.slow
 class TestIPCStripes(Fast, TopologyConformance):
     engine = "ipc"
     settings = fast(topology="stripes")
@@ -115,6 +119,7 @@ class TestMooncakeTree(Fast, TopologyCases):
 
 
 @real_mooncake
+@pytest.mark.slow
 class TestMooncakeStripes(Fast, TopologyConformance):
     engine = "mooncake"
     settings = fast(topology="stripes")
@@ -125,6 +130,7 @@ class TestKimi(Fast, EngineConformance):
     engine = "kimi_ckpt_engine"
 
 
+@pytest.mark.slow
 class TestKimiOverIPC(Fast, EngineConformance):
     engine = "kimi_ckpt_engine"
     settings = fast(transport="ipc")

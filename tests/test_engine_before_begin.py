@@ -88,6 +88,7 @@ def test_a_policy_rank_that_misses_another_tells_its_receiver():
         works_at_once(crew, 2)
 
 
+@pytest.mark.slow
 def test_a_peer_of_another_epoch_is_not_told():
     with Crew(1, 1, connect_s=2.5) as crew:
         policy, rollout = crew.pair

@@ -23,6 +23,10 @@ TRANSPORTS = ["ipc", pytest.param("nixl", marks=pytest.mark.nixl)]
 both = pytest.mark.parametrize("transport", TRANSPORTS)
 
 
+def slow(world):
+    return pytest.param(world, marks=pytest.mark.slow)
+
+
 class Server(Crew):
     """Joined Kimi engines, and the latecomers that they serve."""
 
@@ -103,7 +107,9 @@ async def paused(engine, at: int, go_on: asyncio.Event, reached: asyncio.Event):
 
 
 @both
-@pytest.mark.parametrize("world", [(1, 1), (3, 1), (2, 4), (4, 2)], ids=lambda w: f"{w[0]} to {w[1]}")
+@pytest.mark.parametrize(
+    "world", [(1, 1), *map(slow, [(3, 1), (2, 4), (4, 2)])], ids=lambda world: f"{world[0]} to {world[1]}"
+)
 def test_refits_in_a_row_with_other_values_and_sizes(world, transport):
     with Server(*world, transport) as server:
         before, grown = server.buffers, []
@@ -314,6 +320,7 @@ def test_a_latecomer_during_a_long_refit_is_told_in_time():
         assert "it may be in a refit" in str(error)
 
 
+@pytest.mark.slow
 @both
 def test_a_refit_turns_a_slow_latecomer_away_and_never_feeds_it_garbage(transport):
     """The latecomer stops at a batch, the refit overwrites the buffers, and the latecomer goes on."""

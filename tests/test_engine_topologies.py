@@ -41,7 +41,10 @@ def awkward() -> list[tuple[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("topology", WIDE)
-@pytest.mark.parametrize(("train", "generation"), [(1, 3), (2, 4), (3, 2)])
+@pytest.mark.parametrize(
+    ("train", "generation"),
+    [(1, 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in [(2, 4), (3, 2)])],
+)
 def test_every_rank_gets_every_byte_in_each_of_two_refits(topology, train, generation):
     with Crew(train, generation, topology=topology) as crew:
         for manifest, sent in ((True, awkward()), (False, some_weights(count=7))):

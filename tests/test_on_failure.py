@@ -169,6 +169,7 @@ def test_a_second_engine_that_fails_in_the_repeat_is_left_out_too():
     assert states(report) == {0: ("ValueError", None), 1: ("ValueError", None)}
 
 
+@pytest.mark.slow
 def test_an_engine_that_hangs_is_left_out_as_long_as_it_does():
     job = Job(sizes=(1, 1), **GO_ON, total_s=30.0, connect_s=0.3)
     wake = threading.Event()
@@ -217,6 +218,7 @@ def test_a_slow_engine_is_not_given_up_because_another_has_failed():
     assert job.synchronizer.sync_weights().ok == (0,)
 
 
+@pytest.mark.slow
 def test_the_policy_that_does_not_end_its_transfer_fails_the_refit_in_time():
     job = Job(sizes=(1, 1), **GO_ON, total_s=4.0, connect_s=0.3)
     wake = threading.Event()

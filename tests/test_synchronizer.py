@@ -732,6 +732,7 @@ def test_a_silent_worker_ends_the_refit_within_its_total():
     assert [state.version for state in job.states] == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_after_one_failure_silent_ranks_get_a_short_grace_and_a_peer_that_hangs_is_not_blamed_first():
     job = Job(total_s=60.0, connect_s=0.5)
     wake = threading.Event()
@@ -793,6 +794,7 @@ def test_a_host_that_waits_for_a_lost_peer_is_resumed_once_it_has_given_up():
     assert job.synchronizer.sync_weights().version == 1
 
 
+@pytest.mark.slow
 def test_a_host_that_peers_have_waited_for_in_vain_is_resumed_once_it_has_given_up_too():
     job = Job(total_s=30.0, connect_s=0.5)
     late = DeadlineError("rollout rank 0 did not begin epoch 1", peer="rollout rank 0")
@@ -805,6 +807,7 @@ def test_a_host_that_peers_have_waited_for_in_vain_is_resumed_once_it_has_given_
         assert job.steps_of(host).count("reset_caches") == 1
 
 
+@pytest.mark.slow
 def test_hosts_are_resumed_as_they_give_up_and_no_lost_one_is_waited_for_to_the_end():
     job = Job(sizes=(1, 1), policy_world=2, total_s=60.0, connect_s=30.0)
     lost = PeerLostError("rollout rank 0 was lost", peer="rollout rank 0")
@@ -844,6 +847,7 @@ def test_after_an_interruption_between_two_calls_those_that_were_called_are_resu
     assert job.synchronizer.sync_weights().version == 1
 
 
+@pytest.mark.slow
 def test_a_hung_worker_is_blamed_before_the_peer_that_noticed():
     job = Job(total_s=60.0)
     wake = threading.Event()
