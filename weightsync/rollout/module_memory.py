@@ -33,6 +33,7 @@ class ModuleMemory:
             raise ConfigurationError(
                 f"shard_weights: {sharding!r} is unknown; write one of {', '.join(SHARDINGS)}"
             )
+        self.manifest = manifest
         self._model = model
         self.ties: set[str] = set()
         self._table = self._make_table(manifest, sharding)

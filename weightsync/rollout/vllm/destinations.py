@@ -16,21 +16,25 @@ from weightsync.layout.pieces import ABSENT
 from weightsync.layout.tables import Held, RankTable, Storage
 from weightsync.rollout.vllm.canonical import why_not_as_loaded
 from weightsync.rollout.vllm.layout import RankLayout
-from weightsync.tensors import TensorSpec, dtype_from_name
+from weightsync.tensors import TensorSpec, WeightManifest, dtype_from_name
 
 
 class VllmDestinations:
     """The `RankMemory` of a vLLM worker.
 
     Args:
-        layout: what its model's loader makes of the manifest.
+        manifest: of the refits.
+        layout: what its model's loader makes of it.
         model: returns the model as the worker holds it now.
 
     Attributes:
         handed_over: storages that are not written in place, with the reason.
     """
 
-    def __init__(self, layout: RankLayout, model: Callable[[], torch.nn.Module]) -> None:
+    def __init__(
+        self, manifest: WeightManifest, layout: RankLayout, model: Callable[[], torch.nn.Module]
+    ) -> None:
+        self.manifest = manifest
         self._layout = layout
         self._model = model
         self._index = {entry.name: index for index, entry in enumerate(layout.table.storages)}

@@ -91,7 +91,7 @@ class VllmLoader:
         if self._trial is None:
             raise LifecycleError("a manifest was tried without a trial model", phase="layout")
         layout = rank_layout(report, self._trial.parameters, sharding=sharding)
-        self._memory = VllmDestinations(layout, lambda: self.model)
+        self._memory = VllmDestinations(manifest, layout, lambda: self.model)
         return self._memory
 
     def passes_over(self, name: str) -> bool:
