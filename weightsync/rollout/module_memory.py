@@ -22,6 +22,7 @@ class ModuleMemory:
         sharding: ``"experts"``, ``"all"`` or ``"auto"``.
 
     Attributes:
+        manifest: see above.
         ties: names of the manifest whose tensors have come under an earlier name.
 
     Raises:

@@ -28,6 +28,7 @@ class VllmDestinations:
         model: returns the model as the worker holds it now.
 
     Attributes:
+        manifest: see above.
         handed_over: storages that are not written in place, with the reason.
     """
 
