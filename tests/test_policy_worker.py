@@ -448,6 +448,7 @@ def test_preinit_makes_the_agent_only_for_nixl(monkeypatch):
     scope = {"device": "cpu", "backend_init_params": {"device_list": "lo"}}
     generation = {"refit_transport": "nixl", "refit_cfg": {"nixl": scope}}
     preinit_checkpoint_engine({"policy": {"generation": generation}})
-    assert calls == [{"backend_name": "UCX", "backend_init_params": {"device_list": "lo"}}]
+    params = {"backend_name": "UCX", "backend_init_params": {"device_list": "lo"}}
+    assert calls == [{**params, "device": "cpu", "sharding": "none"}]
     preinit_checkpoint_engine({"policy": {"generation": {"refit_transport": BACKEND}}})
     assert len(calls) == 1

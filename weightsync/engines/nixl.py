@@ -23,6 +23,7 @@ from weightsync.engines.nixl_agent import (
     NixlRead,
     ProgressTicker,
     backend_params,
+    reading_threads,
 )
 from weightsync.engines.nixl_peers import LaterBuffer, NixlPeers
 from weightsync.engines.nixl_pool import borrow_agent, preinit_nixl_agent, return_agent
@@ -37,6 +38,7 @@ from weightsync.topology import RankId
 __all__ = ["NIXLCheckpointEngine", "preinit_nixl_agent"]
 
 _DRAIN_S = 0.02
+_PIECE_BYTES = 4 << 20
 
 
 class NixlTransport(StagedTransport):
@@ -163,6 +165,8 @@ class NixlTransport(StagedTransport):
     def prepare_read(self, who: RankId, spans: Spans) -> NixlRead:
         """Prepare a read of a peer's lent memory, or of its buffers."""
         peer = self._peers.connected(who)
+        if "num_threads" in self._params:
+            spans = spans.cut(_PIECE_BYTES)  # NIXL divides pieces among its threads by number
         here, there = MemoryRegion.of(self._buffers[0]), peer.slots[0]
         source = _descriptions(spans.remote, spans.nbytes, there.device_index)
         target = _descriptions(spans.local, spans.nbytes, here.device_index)
@@ -252,7 +256,8 @@ class NIXLCheckpointEngine(RegionEngine):
         super().__init__(bucket_size, **common)
         self._device = require_device(device)
         self._backend_name = backend_name
-        self._params = backend_params(backend_name, backend_init_params)
+        threads = reading_threads(device, self.shard_weights)
+        self._params = backend_params(backend_name, backend_init_params, threads=threads)
 
     def make_transport(self) -> BucketTransport:
         """Borrow the process's NIXL agent."""

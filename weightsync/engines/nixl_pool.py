@@ -8,17 +8,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from weightsync.engines.nixl_agent import NixlAgent, backend_params
+from weightsync.engines.nixl_agent import NixlAgent, backend_params, reading_threads
 from weightsync.engines.pool import Pool
 
 _POOL: Pool[NixlAgent] = Pool()
 
 
 def preinit_nixl_agent(
-    *, backend_name: str = "UCX", backend_init_params: Mapping[str, Any] | None = None
+    *,
+    backend_name: str = "UCX",
+    backend_init_params: Mapping[str, Any] | None = None,
+    device: str = "cuda",
+    sharding: str = "none",
 ) -> NixlAgent:
-    """Make this process's NIXL agent now, off the critical path; the first engine made later uses it."""
-    params = backend_params(backend_name, backend_init_params)
+    """Make this process's NIXL agent now, off the critical path; the first engine made later uses it.
+
+    Args:
+        backend_name: as the engine's.
+        backend_init_params: as the engine's.
+        device: as the engine's.
+        sharding: the engine's ``shard_weights``.
+    """
+    threads = reading_threads(device, sharding)
+    params = backend_params(backend_name, backend_init_params, threads=threads)
     agent = borrow_agent(backend_name, params)
     return_agent(agent, backend_name, params)
     return agent

@@ -138,7 +138,10 @@ def preinit_checkpoint_engine(config: RefitConfig | Mapping[str, Any] | str | Pa
         from weightsync.engines.nixl import preinit_nixl_agent
 
         preinit_nixl_agent(
-            backend_name=refit.scope.backend_name, backend_init_params=dict(refit.scope.backend_init_params)
+            backend_name=refit.scope.backend_name,
+            backend_init_params=dict(refit.scope.backend_init_params),
+            device=refit.scope.device,
+            sharding=refit.scope.sharding,
         )
 
 

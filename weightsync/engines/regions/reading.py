@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 
 from weightsync.layout.regions import Ints
@@ -21,10 +22,13 @@ class Spans:
     local: Ints
     nbytes: Ints
 
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all of them."""
-        return int(self.nbytes.sum())
+    def cut(self, limit: int) -> Spans:
+        """Return the same in pieces of at most ``limit`` bytes."""
+        parts = -(-self.nbytes // limit)
+        nth = np.arange(int(parts.sum()), dtype=np.int64) - np.repeat(np.cumsum(parts) - parts, parts)
+        remote, local, nbytes = (np.repeat(each, parts) for each in (self.remote, self.local, self.nbytes))
+        start = nth * limit
+        return Spans(remote + start, local + start, np.minimum(nbytes - start, limit))
 
 
 class Reading(Protocol):

@@ -8,6 +8,7 @@ from weightsync.errors import ConfigurationError
 
 EXTENSION = "weightsync.rollout.vllm.extension.VllmInternalWorkerExtensionWithCheckpointEngine"
 NIXL_WORKER = "weightsync.rollout.vllm.worker_cls.NixlVllmWorker"
+_AGENT_KEYS = ("backend_name", "backend_init_params", "device", "shard_weights", "shard_expert_weights")
 REFIT_CFG_KEY = "refit_cfg"
 """Key of ``additional_config`` under which the settings of the NIXL transport stand."""
 LOADER_OPTIONS_KEY = "refit_loader"
@@ -79,9 +80,7 @@ def configure_vllm_kwargs(refit_config: RefitSettings, vllm_kwargs: dict[str, An
     if refit_config.transport == "nixl":
         wanted["worker_cls"] = NIXL_WORKER
         settings = refit_config.engine_kwargs()
-        additional[REFIT_CFG_KEY] = {
-            key: settings[key] for key in ("backend_name", "backend_init_params") if settings.get(key)
-        }
+        additional[REFIT_CFG_KEY] = {key: settings[key] for key in _AGENT_KEYS if settings.get(key)}
     additional[LOADER_OPTIONS_KEY] = {
         "allow_missing": list(refit_config.lifecycle.allow_missing),
         "allow_unused": list(refit_config.lifecycle.allow_unused),

@@ -37,5 +37,7 @@ class NixlVllmWorker(_PlatformWorker):
         worker._refit_preinit_agent = preinit_nixl_agent(
             backend_name=scope.get("backend_name", "UCX"),
             backend_init_params=scope.get("backend_init_params"),
+            device=scope.get("device", "cuda"),
+            sharding="experts" if scope.get("shard_expert_weights") else scope.get("shard_weights", "none"),
         )
         return worker
