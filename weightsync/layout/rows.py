@@ -98,7 +98,12 @@ class Rows:
         )
 
     def cut(self, limit: int) -> Rows:
-        """Return the rows with none larger than ``limit`` bytes, in the same order."""
+        """Return the rows with none larger than ``limit`` bytes, in the same order.
+
+        Args:
+            limit: at least 16; what is left when it is divided by 16 is not used.
+        """
+        limit -= limit % _LARGEST_ITEM
         if not len(self) or int(self.packed_bytes.max()) <= limit:
             return self
         wide = (self.nbytes > limit) & (self.count > 1)
@@ -112,7 +117,6 @@ class Rows:
 
     def _cut_runs(self, limit: int) -> Rows:
         """Cut rows of several runs between runs, and single runs anywhere that suits every element size."""
-        limit -= limit % _LARGEST_ITEM
         alone = self.count == 1
         unit = np.where(alone, 1, self.nbytes)
         have = np.where(alone, self.nbytes, self.count)
