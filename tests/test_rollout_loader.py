@@ -54,7 +54,7 @@ def loader(monkeypatch):
         monkeypatch.setattr(loader_module.reload, name, lambda *args: None)
     monkeypatch.setattr(loader_module.reload, "detach_deferred", lambda *args: 0)
     monkeypatch.setattr(loader_module.reload, "unloaded_parameters", lambda model: ["w"])
-    monkeypatch.setattr(loader_module, "repack_tied_head", lambda model: None)
+    monkeypatch.setattr(loader_module, "repack_embeddings", lambda model, written: None)
     return made
 
 

@@ -11,6 +11,8 @@ import logging
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 from tests.region_engine import RegionEngine
 from tests.vllm_scenarios import PROMPTS, _deferred, checkpoint, close, failures, make_host, sampling, values
@@ -134,6 +136,8 @@ def exact_answer(host):
 
 def scenario(kind, root):
     model, _, rest = kind.partition("-")
+    if rest == "unpacked":
+        return unpacked(model, root)
     options = {"vocab_size": 500} if rest == "padded" else {}
     one, two = (checkpoint(root, model, seed, **options) for seed in (1, 2))
     host = make_host(one)
@@ -172,10 +176,70 @@ def scenario(kind, root):
     return seen
 
 
+def unpacked(model, root):
+    """Linear layers that compute with what is loaded, as on a GPU: all in place, and nothing is reloaded."""
+    from vllm.model_executor.layers import utils
+
+    from weightsync.rollout.vllm import canonical, reload
+
+    one, two = (checkpoint(root, model, seed) for seed in (1, 2))
+    with (
+        patch.object(utils, "dispatch_cpu_unquantized_gemm", compute_plainly),
+        patch.object(canonical, "is_cpu_platform", lambda: False),
+        patch.object(canonical, "_is_known_platform", lambda: True),
+        patch.object(reload, "begin_reload", wraps=reload.begin_reload) as begun,
+    ):
+        host = make_host(one)
+        refits, network = Refits(host), worker_of(host).model_runner.get_model()
+        refits.refit(two)
+        expected = refits.served()
+        refits.refit(one)
+        addresses = [parameter.data_ptr() for parameter in network.parameters()]
+        before = begun.call_count
+        figures = refits.refit(two, "all")
+        seen = {
+            **figures,
+            "same": [got == want for got, want in zip(refits.served(), expected, strict=True)],
+            "reloads": begun.call_count - before,
+            "kept": [parameter.data_ptr() for parameter in network.parameters()] == addresses,
+            "policy_whole": refits.refit(one, "auto", also_whole=["model.layers.0.mlp.up_proj.weight"])[
+                "copies"
+            ],
+            "again": refits.refit(two, "all", staged=True)["copies"],
+            "all_reloads": begun.call_count - before,
+            "same_again": refits.served() == expected,
+            "experts": experts_on_gpu(canonical),
+        }
+        close(host)
+    return seen
+
+
+def compute_plainly(layer, remove_weight):
+    import torch
+
+    layer.cpu_linear = torch.nn.functional.linear
+
+
+def experts_on_gpu(canonical):
+    """Say which experts would be written in place, by the backend that vLLM chose for them."""
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+
+    found = {}
+    for backend in UnquantizedMoeBackend:
+        for kernel in (None, object()):
+            method = SimpleNamespace(unquantized_backend=backend, moe_kernel=kernel)
+            for moves in (False, True):
+                parallel = SimpleNamespace(enable_eplb=moves)
+                layer = SimpleNamespace(moe_config=SimpleNamespace(moe_parallel_config=parallel))
+                if canonical._why_not_experts(layer, method) is None:
+                    found[backend.name] = [kernel is not None, moves]
+    return found
+
+
 KINDS = ("qwen3", "qwen3tied-padded", "qwen3moe")
 
 if __name__ == "__main__":
-    chosen = KINDS if sys.argv[1] == "all" else [sys.argv[1]]
+    chosen = (*KINDS, "qwen3-unpacked") if sys.argv[1] == "all" else [sys.argv[1]]
     result = {kind: scenario(kind, sys.argv[2]) for kind in chosen}
     print("RESULT " + json.dumps(result), flush=True)
     os._exit(0)

@@ -75,26 +75,22 @@ class ExpertKernels:
         self._taken = []
 
 
-def repack_tied_head(model: torch.nn.Module) -> None:
-    """Pack tied output layers again: a reload updates the shared parameter, not the head's packed copy."""
+def repack_embeddings(model: torch.nn.Module, written: Iterable[torch.nn.Module] = ()) -> None:
+    """Pack output layers and embeddings again whose parameters have changed, but not their packed copies.
+
+    Args:
+        model: its tied output layers are packed: a reload updates the shared parameter only.
+        written: layers whose parameters were written in place; a model may use an embedding as its output
+            layer, too.
+    """
     if not is_cpu_platform():
         return
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-    embeddings = {
-        id(module.weight)
-        for module in model.modules()
-        if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
-    }
-    for module in model.modules():
-        if isinstance(module, ParallelLMHead) and id(module.weight) in embeddings:
-            module.quant_method.process_weights_after_loading(module)
-
-
-def repack_embeddings(layers: Iterable[torch.nn.Module]) -> None:
-    """Pack embeddings and output layers again that were written in place; a model may use one as both."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-
-    for layer in layers if is_cpu_platform() else ():
-        if isinstance(layer, VocabParallelEmbedding):
+    layers = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
+    embeddings = {id(layer.weight) for layer in layers if not isinstance(layer, ParallelLMHead)}
+    direct = {id(layer) for layer in written}
+    for layer in layers:
+        tied = isinstance(layer, ParallelLMHead) and id(layer.weight) in embeddings
+        if tied or id(layer) in direct:
             layer.quant_method.process_weights_after_loading(layer)

@@ -14,7 +14,7 @@ from weightsync.errors import ConfigurationError, LifecycleError, ManifestError
 from weightsync.rollout.loader import Batch
 from weightsync.rollout.vllm import reload
 from weightsync.rollout.vllm.coverage import CoverageReport
-from weightsync.rollout.vllm.cpu import ExpertKernels, repack_embeddings, repack_tied_head
+from weightsync.rollout.vllm.cpu import ExpertKernels, repack_embeddings
 from weightsync.rollout.vllm.destinations import VllmDestinations
 from weightsync.rollout.vllm.inverse import invert
 from weightsync.rollout.vllm.layout import rank_layout
@@ -125,9 +125,10 @@ class VllmLoader:
         if self._memory is None:
             raise LifecycleError("parameters came before layout", side="rollout", phase="load")
         with self._context():
-            self._begin_reload()
             for name, value in batch:
                 self._memory.require_fit(name, value)
+                if name in self._memory.handed_over:
+                    self._begin_reload()
                 layer, last = self._memory.owner(name)
                 copier = self._memory.copier(name)
                 if name in self._memory.handed_over:
@@ -179,10 +180,13 @@ class VllmLoader:
         if self._reloading:
             return
         self._reloading = True
+        in_place = self._layers_in_place()  # while they still have the parameters by which they are known
         self._kernels.take(self.model)
         reload.begin_reload(self.model)
-        if self._memory is not None:
-            reload.release_layers(self._memory.layers_in_place())
+        reload.release_layers(in_place)
+
+    def _layers_in_place(self) -> list[torch.nn.Module]:
+        return [] if self._memory is None else self._memory.layers_in_place()
 
     def _end_reload(self) -> None:
         lost = [name for name in reload.unloaded_parameters(self.model) if name in self._report.written]
@@ -193,9 +197,7 @@ class VllmLoader:
         self._kernels.put_back()
 
     def _repack(self) -> None:
-        repack_tied_head(self.model)
-        if self._memory is not None:
-            repack_embeddings(self._memory.layers_in_place())
+        repack_embeddings(self.model, self._layers_in_place())
 
     def _detach(self, batch: Batch) -> None:
         storages = {tensor.untyped_storage().data_ptr() for _, tensor in batch}
