@@ -124,6 +124,29 @@ def test_an_engine_that_cannot_release_its_buffers_is_left_out_and_serves_what_i
     assert job.synchronizer.sync_weights().ok == (0, 1)
 
 
+def test_an_engine_that_cannot_connect_again_is_left_out_before_anybody_is_paused():
+    job = Job(sizes=(1, 1), **GO_ON, release=True)
+    job.synchronizer.sync_weights()
+    job.log.clear()
+    job.hosts[1].script["prepare_checkpoint_engine"] = raising(ValueError("no memory"))
+    report = job.synchronizer.sync_weights()
+    assert (report.version, report.ok) == (2, (0,))
+    assert states(report) == {1: ("ValueError", 1)}
+    assert job.log.count("pause", "host 1") == job.log.count("open_refit", "host 1") == 0
+    assert job.log.kwargs("host 0", "open_refit") == [{"epoch": 2, "version": 2, "receivers": [0]}]
+    job.hosts[1].script.clear()
+    assert job.synchronizer.sync_weights().ok == (0, 1)
+
+
+def test_an_engine_that_hangs_between_two_refits_is_left_out_in_time():
+    job = Job(sizes=(1, 1), **GO_ON, release=True, total_s=20.0, stall_s=0.5)
+    job.synchronizer.sync_weights()
+    wake = threading.Event()
+    job.hosts[1].script["finalize_checkpoint_engine"] = lambda kwargs: wake.wait(20)
+    assert job.synchronizer.sync_weights().ok == (0,)
+    wake.set()
+
+
 def test_by_default_one_failure_fails_all():
     job = Job(sizes=(1, 1), topology="star")
     job.hosts[1].script["commit_refit"] = raising(ValueError("broken"))

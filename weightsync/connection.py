@@ -101,7 +101,8 @@ class Connection:
         Raises:
             StepError: a worker could not.
         """
-        finalize_engines(crew or self._crew, deadline)
+        # A stopped worker is to be noticed before the time of a whole refit has passed.
+        finalize_engines(crew or self._crew, Deadline(min(self._config.lifecycle.stall_s, deadline.left_s())))
         if self.lacks_engines and self.bucket_size is not None:
             # A worker that was started anew gets an engine; policy workers that have theirs keep it.
             make_engines(crew or self._crew, self._config, self.bucket_size, deadline)

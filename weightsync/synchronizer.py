@@ -18,7 +18,6 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -289,7 +288,7 @@ class CheckpointEngineWeightSynchronizer:
         plan = RefitPlan(
             version=version,
             epoch=self._epoch,
-            connect=partial(self._connection.again, crew=crew) if self._connection.is_due else None,
+            connect=self._connection.again if self._connection.is_due else None,
             release=self._release,
             partial=crew is not self._crew,
         )

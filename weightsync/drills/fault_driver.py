@@ -31,6 +31,7 @@ class DrillDriver:
     def __init__(self) -> None:
         self._synchronizer: CheckpointEngineWeightSynchronizer | None = None
         self._order: tuple[str, str, int] | None = None
+        self._began = False
         self._struck = False
         self._running = False
         signal.signal(signal.SIGUSR1, self._interrupt)
@@ -79,7 +80,7 @@ class DrillDriver:
 
     def arm(self, fault: str, phase: str, rank: int) -> None:
         """Let the next call to a rollout rank get lost or altered."""
-        self._order, self._struck = (fault, phase, rank), False
+        self._order, self._struck, self._began = (fault, phase, rank), False, False
 
     def struck(self) -> bool:
         """Return whether that, or an interruption, has come."""
@@ -110,7 +111,8 @@ class DrillDriver:
         if self._order is None:
             return request
         fault, phase, rank = self._order
-        if request.method != _CALLS[phase] or request.unit.ranks[0] != rank:
+        self._began = self._began or request.method == _CALLS["connect"]
+        if not self._began or request.method != _CALLS[phase] or request.unit.ranks[0] != rank:
             return request
         self._order, self._struck = None, True
         if fault == "drop":

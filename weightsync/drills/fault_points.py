@@ -53,6 +53,8 @@ class Faults:
     def __init__(self) -> None:
         self.struck = False
         self._order: Order | None = None
+        self._began = False
+        """Whether a refit has begun since the order was given."""
         self._counts: Counter[str] = Counter()
         self._totals: Counter[str] = Counter()
         self._frame = ""
@@ -61,12 +63,13 @@ class Faults:
     def arm(self, order: Order | None) -> None:
         """Let a fault come, instead of any other."""
         with self._lock:
-            self._order, self.struck, self._frame = order, False, ""
+            self._order, self.struck, self._frame, self._began = order, False, "", False
 
     def begin(self) -> None:
         """A refit begins here."""
         with self._lock:
             self._counts.clear()
+            self._began = True
 
     def connect(self) -> None:
         """A refit begins here, and its peers are met next.
@@ -86,9 +89,13 @@ class Faults:
     def reach(self, phase: str) -> str:
         """Strike, if the fault is for here; returns ``drop`` or ``corrupt`` where that is the caller's to do.
 
+        What is finalized before a refit has begun is left from the one before.
+
         Raises:
             InjectedError: that is the fault.
         """
+        if phase == "finalize" and not self._began:
+            return ""
         order = self._take(lambda order: order.phase == phase and not order.kind)
         if order is None:
             return ""

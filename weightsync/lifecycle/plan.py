@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from weightsync.crew import Deadline
+from weightsync.crew import Crew, Deadline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,8 +14,8 @@ class RefitPlan:
 
     version: int
     epoch: int
-    connect: Callable[[Deadline], None] | None
-    """Connects the engines again first, where that is needed."""
+    connect: Callable[[Deadline, Crew], None] | None
+    """Connects the engines of these again first, where that is needed."""
     partial: bool = False
     """Whether only some rollout ranks take part, those that the crew has."""
     release: bool

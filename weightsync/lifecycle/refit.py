@@ -124,9 +124,7 @@ class Refit:
         )
 
     def _steps(self) -> None:
-        if self._plan.connect is not None:
-            with self._do.timed("connect"):
-                self._plan.connect(self._deadline)
+        self._connect()
         if self._settings.commit == "staged":
             self._deliver()
             self._stop_requests()
@@ -149,6 +147,18 @@ class Refit:
             calls = self._casualties.left.on_both("finalize_checkpoint_engine")
             self._do.each("finalize", *calls, limit_s=self._settings.stall_s)
 
+    def _connect(self) -> None:
+        """Connect the engines again, where that is needed: all, or those that are left after a failure."""
+        while self._plan.connect is not None:
+            try:
+                with self._do.timed("connect"):
+                    self._plan.connect(self._deadline, self._casualties.left)
+            except StepError as error:
+                self._casualties.leave_out(error, others_are_awaited=True)
+                self._await_the_rest(error.phase)
+            else:
+                return
+
     def _stop_requests(self) -> None:
         settings = self._settings
         self._progress.paused, self._paused_at = True, time.perf_counter()
@@ -167,7 +177,7 @@ class Refit:
                 self._open()
                 self._transfer()
             except StepError as error:
-                self._casualties.leave_out(error)
+                self._casualties.leave_out(error, others_are_awaited=True)
                 self._await_the_rest(error.phase)
                 self.epoch += 1
             else:
