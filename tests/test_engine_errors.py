@@ -719,7 +719,7 @@ def test_verify_must_be_alike_on_both_sides():
         ({"device": "tpu"}, "'cpu' or 'cuda'"),
         ({"verify": "maybe"}, "'sample' or 'off'"),
         ({"stall_s": 0}, "stall_s"),
-        ({"shard_expert_weights": True}, "shard_expert_weights"),
+        ({"shard_expert_weights": True, "shard_weights": "all"}, "leave shard_expert_weights out"),
         ({"backend_name": "NO_SUCH"}, "NO_SUCH"),
         ({"bind_host": "tcp://here:5"}, "bind_host"),
         ({"bind_host": "0.0.0.0"}, "advertise_host"),
