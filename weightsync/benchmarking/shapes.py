@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from weightsync.buckets import align_up
+from weightsync.engines.buffers import allocate_host
 from weightsync.errors import ConfigurationError
 
 LAYERS = 28
@@ -59,8 +60,10 @@ def model_bytes(layers: int) -> int:
 
 
 def new_parameters(layers: int) -> Parameters:
-    """Return parameters of a process's own, each in memory of its own, every page touched."""
-    return {name: torch.zeros(shape, dtype=DTYPE) for name, shape in parameter_shapes(layers).items()}
+    """Return parameters of a process's own, every page touched; large pages, where the system has them."""
+    *_, (_, shape, start) = _places(layers)
+    whole = allocate_host(start + prod(shape) * DTYPE.itemsize).zero_()
+    return _within(whole, layers)
 
 
 @dataclass(frozen=True)
@@ -79,10 +82,7 @@ class ModelHandle:
             os.close(fd)
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         whole.view(torch.int64).sum()
-        return {
-            name: whole[start : start + prod(shape) * DTYPE.itemsize].view(DTYPE).view(shape)
-            for name, shape, start in _places(self.layers)
-        }
+        return _within(whole, self.layers)
 
 
 class SharedModel:
@@ -108,6 +108,14 @@ class SharedModel:
     def close(self) -> None:
         """Give the memory back, once nobody has it mapped any more."""
         os.close(self._fd)
+
+
+def _within(whole: torch.Tensor, layers: int) -> Parameters:
+    """Return the parameters that lie one after the other in a buffer."""
+    return {
+        name: whole[start : start + prod(shape) * DTYPE.itemsize].view(DTYPE).view(shape)
+        for name, shape, start in _places(layers)
+    }
 
 
 def _places(layers: int) -> Iterator[tuple[str, tuple[int, ...], int]]:

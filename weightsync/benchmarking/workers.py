@@ -45,15 +45,17 @@ class Holder:
         torch.set_num_threads(threads)
         # The machine's own name may not resolve, and all processes are on it.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        self.policy = model.attach()
+        self._shared = model.attach()
+        # As a trainer has them: memory of its own.
+        self.policy = _own_copy(self._shared, model.layers) if "policy" in sides else self._shared
         self.served: Parameters = new_parameters(model.layers) if "rollout" in sides else {}
         self._mark: MemoryMark | None = None
 
     def copy(self) -> Stretch:
-        """Copy the policy's parameters into those served here, tensor by tensor: the limit."""
+        """Copy the policy's parameters, in shared memory, into those served here: the limit."""
         start = time.perf_counter()
         for name, tensor in self.served.items():
-            tensor.copy_(self.policy[name])
+            tensor.copy_(self._shared[name])
         return Stretch("rollout", start, time.perf_counter(), {})
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -179,6 +181,13 @@ def phases_of(engine: CheckpointEngine) -> dict[str, float]:
         for name, value in stats.items()
         if name.startswith(_STEP) and name != f"{_STEP}total"
     }
+
+
+def _own_copy(shared: Parameters, layers: int) -> Parameters:
+    own = new_parameters(layers)
+    for name, tensor in own.items():
+        tensor.copy_(shared[name])
+    return own
 
 
 def _digest(parameters: Parameters) -> str:
