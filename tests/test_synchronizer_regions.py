@@ -223,7 +223,7 @@ def test_a_long_list_is_cut():
     for rank in range(2):
         job.says(rank, manifest=WeightManifest.build(specs), whole={spec.name: "why" for spec in specs})
     message = job.refused(ConfigurationError)
-    assert "'t4': why (policy rank 0); and 4 more; write" in message
+    assert "'t0', 't1', 't2', 't3', 't4': why (policy rank 0); and 4 more; write" in message
     assert "'t5'" not in message
 
 

@@ -212,10 +212,13 @@ class RefitReport:
 
 
 def list_reasons(whole: Mapping[str, str]) -> str:
-    """Return a bounded list of tensors that take the full path, with the reasons."""
-    shown = [f"{list_names([name])}: {whole[name]}" for name in islice(whole, MAX_NAMES_SHOWN)]
-    more = len(whole) - len(shown)
-    return "; ".join(shown) + (f"; and {more} more" if more > 0 else "")
+    """Return a bounded list of tensors that take the full path, by reason."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in islice(whole.items(), MAX_NAMES_SHOWN):
+        by_reason.setdefault(reason, []).append(name)
+    more = len(whole) - MAX_NAMES_SHOWN
+    shown = "; ".join(f"{list_names(names)}: {reason}" for reason, names in by_reason.items())
+    return shown + (f"; and {more} more" if more > 0 else "")
 
 
 def _size(nbytes: int) -> str:
