@@ -252,7 +252,7 @@ def test_the_engine_s_threads_bind_themselves(monkeypatch):
     def bind(device):
         bound.add((threading.current_thread().name, device.type))
 
-    for room in ("pump", "nixl_agent"):
+    for room in ("pump", "nixl_ticker"):
         monkeypatch.setattr(f"weightsync.engines.{room}.bind_thread", bind)
     with Crew() as crew:
         crew.refit(some_weights(count=3))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weightsync.engines.nixl_agent import MemoryRegion
+from weightsync.engines.nixl_memory import MemoryRegion
 from weightsync.engines.nixl_peers import LaterBuffer, NixlPeers
 from weightsync.engines.transport import Peer
 from weightsync.errors import LifecycleError, ProtocolError, TransportError

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from tests.engine_crew import Crew, assert_same, collect, make_engine, plain, run, some_weights
-from weightsync.engines import nixl_agent, pump
+from weightsync.engines import nixl_ticker, pump
 from weightsync.engines.nixl import NixlTransport
-from weightsync.engines.nixl_agent import NixlAgent, ProgressTicker
+from weightsync.engines.nixl_agent import NixlAgent
+from weightsync.engines.nixl_ticker import ProgressTicker
 from weightsync.errors import DeadlineError, PeerAbortedError, TransportError
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(60)]
@@ -115,7 +116,7 @@ def test_a_progress_thread_that_hangs_is_given_up(monkeypatch):
         def progress(self):
             go_on.wait(30)
 
-    monkeypatch.setattr(nixl_agent, "_JOIN_S", 0.2)
+    monkeypatch.setattr(nixl_ticker, "_JOIN_S", 0.2)
     ticker = ProgressTicker(Agent(), torch.device("cpu"))
     ticker.start()
     time.sleep(0.1)

@@ -45,7 +45,8 @@ _MOONCAKE_BUILDS = (
 )
 _NIXL_PROBE = """
 import torch
-from weightsync.engines.nixl_agent import NixlAgent, backend_params
+from weightsync.engines.nixl_agent import NixlAgent
+from weightsync.engines.nixl_params import backend_params
 agent = NixlAgent("UCX", backend_params("UCX", None))
 buffer = torch.zeros(4096, dtype=torch.uint8)
 handle = agent.register(buffer)

@@ -13,7 +13,7 @@ import torch
 from weightsync.engines.held import HoldingCheckpointEngine
 from weightsync.engines.ipc import ONE_HOST, IpcTransport
 from weightsync.engines.nixl import NixlTransport
-from weightsync.engines.nixl_agent import backend_params
+from weightsync.engines.nixl_params import backend_params
 from weightsync.engines.transport import BucketTransport
 from weightsync.errors import ConfigurationError
 

@@ -16,17 +16,12 @@ import torch
 from weightsync.control import Bucket
 from weightsync.engines.buffers import require_device
 from weightsync.engines.descriptions import read_payload, require_fits, write_payload
-from weightsync.engines.nixl_agent import (
-    Descriptions,
-    MemoryRegion,
-    NixlAgent,
-    NixlRead,
-    ProgressTicker,
-    backend_params,
-    reading_threads,
-)
+from weightsync.engines.nixl_agent import NixlAgent, NixlRead
+from weightsync.engines.nixl_memory import Descriptions, MemoryRegion
+from weightsync.engines.nixl_params import backend_params, reading_threads
 from weightsync.engines.nixl_peers import LaterBuffer, NixlPeers
 from weightsync.engines.nixl_pool import borrow_agent, preinit_nixl_agent, return_agent
+from weightsync.engines.nixl_ticker import ProgressTicker
 from weightsync.engines.regions.engine import RegionEngine
 from weightsync.engines.regions.reading import Spans
 from weightsync.engines.staged import StagedTransport

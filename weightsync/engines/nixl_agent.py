@@ -1,7 +1,7 @@
 """The seam to the NIXL package: agents, memory, reads. Nothing else imports it.
 
 An agent runs without NIXL's progress thread, which would keep a core busy; the side that is read from
-calls `progress` instead (see `ProgressTicker`).
+calls `progress` instead (see `nixl_ticker`).
 """
 
 from __future__ import annotations
@@ -15,15 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from weightsync.engines.buffers import bind_thread
+from weightsync.engines.nixl_memory import Descriptions, MemoryRegion
 from weightsync.engines.waiting import await_ended
 from weightsync.errors import (
     ConfigurationError,
-    DeadlineError,
     LifecycleError,
     MissingDependencyError,
     PeerLostError,
@@ -32,13 +29,6 @@ from weightsync.errors import (
 
 _POLL_S = 0.0005
 _TICK_S = 0.001
-_JOIN_S = 5.0
-_MEMORY_KINDS = ("DRAM", "VRAM")
-_MOST_THREADS = 4
-_PIECES_A_THREAD = 8
-
-Descriptions = npt.NDArray[np.uint64]
-"""Address, bytes and device index of pieces of memory, shape ``(pieces, 3)``."""
 
 
 def import_nixl() -> Any:
@@ -55,46 +45,6 @@ def import_nixl() -> Any:
             f"refit_transport nixl needs the NIXL package: pip install 'weightsync[nixl]' ({error})"
         ) from error
     return _api
-
-
-@dataclass(frozen=True)
-class MemoryRegion:
-    """A registered buffer as a peer addresses it: first byte, length, device index and memory kind."""
-
-    address: int
-    nbytes: int
-    device_index: int
-    kind: str
-    """``"DRAM"`` or ``"VRAM"``."""
-
-    @classmethod
-    def of(cls, buffer: torch.Tensor) -> MemoryRegion:
-        """Describe a contiguous buffer."""
-        kind = "VRAM" if buffer.device.type == "cuda" else "DRAM"
-        return cls(buffer.data_ptr(), buffer.numel() * buffer.element_size(), buffer.device.index or 0, kind)
-
-    @classmethod
-    def from_list(cls, data: list[Any]) -> MemoryRegion:
-        """Read a peer's `to_list`.
-
-        Raises:
-            ValueError: it is none.
-        """
-        kinds = (int, int, int, str)
-        if len(data) != len(kinds) or not all(map(isinstance, data, kinds)) or data[3] not in _MEMORY_KINDS:
-            raise ValueError(f"{data!r:.80} does not describe a buffer")
-        address, nbytes, device_index = data[:3]
-        if min(address, nbytes, device_index) < 0 or max(address + nbytes, device_index) >= 2**63:
-            raise ValueError(f"no buffer can be at {data!r:.80}")
-        return cls(*data)
-
-    def to_list(self) -> list[Any]:
-        """Return plain data for the metadata exchange."""
-        return [self.address, self.nbytes, self.device_index, self.kind]
-
-    def part(self, nbytes: int) -> list[tuple[int, int, int]]:
-        """Return NIXL's description of the first ``nbytes`` bytes."""
-        return [(self.address, nbytes, self.device_index)]
 
 
 class NixlRead:
@@ -348,84 +298,3 @@ class _NixlErrors:
             if name.startswith("nixl") and isinstance(value, type) and issubclass(value, Exception)
         )
         return cls(bindings.nixlRemoteDisconnectError, known)
-
-
-class ProgressTicker:
-    """Calls `NixlAgent.progress` every millisecond while open, from a thread of its own.
-
-    ``device`` is that of the buffers which are read.
-    """
-
-    def __init__(self, agent: NixlAgent, device: torch.device) -> None:
-        self._agent = agent
-        self._device = device
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Begin ticking; no-op while it ticks.
-
-        Raises:
-            DeadlineError: the thread of an earlier `stop` still hangs in NIXL.
-        """
-        if self._stop.is_set():
-            self.stop()
-        if self._thread is None:
-            self._stop.clear()
-            self._thread = threading.Thread(target=self._run, name="weightsync-nixl-progress", daemon=True)
-            self._thread.start()
-
-    def stop(self) -> None:
-        """End ticking and wait for the thread.
-
-        Raises:
-            DeadlineError: it hangs in NIXL.
-        """
-        if self._thread is not None:
-            self._stop.set()
-            self._thread.join(_JOIN_S)
-            if self._thread.is_alive():
-                raise DeadlineError(
-                    f"NIXL did not return within {_JOIN_S:g} s: close this engine and make a new one",
-                    phase="progress",
-                )
-            self._thread = None
-
-    def _run(self) -> None:
-        bind_thread(self._device)
-        while not self._stop.wait(_TICK_S):
-            self._agent.progress()
-
-
-def backend_params(
-    backend_name: str, backend_init_params: Mapping[str, Any] | None, *, threads: int = 1
-) -> dict[str, str]:
-    """Return a backend's parameters as NIXL takes them: strings, with UCX's peer-error handling on.
-
-    Args:
-        backend_name: NIXL backend.
-        backend_init_params: as they were written; they win.
-        threads: that UCX may divide reads of many pieces among, see `reading_threads`.
-    """
-    params = {str(key): _as_text(value) for key, value in (backend_init_params or {}).items()}
-    if backend_name == "UCX":
-        params.setdefault("ucx_error_handling_mode", "peer")
-        if threads > 1:
-            params.setdefault("num_threads", str(threads))
-            params.setdefault("split_batch_size", str(_PIECES_A_THREAD))
-    return params
-
-
-def reading_threads(device: str, sharding: str) -> int:
-    """Return how many threads reads of regions are worth.
-
-    Within one host the kernel copies host memory in the reader's own thread, at less than half of what the
-    memory can do. Other memory is read by hardware. Threads that have nothing to do cost nothing.
-    """
-    if sharding == "none" or not device.startswith("cpu"):
-        return 1
-    return min(_MOST_THREADS, len(os.sched_getaffinity(0)))
-
-
-def _as_text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

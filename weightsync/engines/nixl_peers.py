@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from weightsync.engines.descriptions import require_alike
-from weightsync.engines.nixl_agent import MemoryRegion, NixlAgent
+from weightsync.engines.nixl_agent import NixlAgent
+from weightsync.engines.nixl_memory import MemoryRegion
 from weightsync.engines.transport import Peer
 from weightsync.errors import ConfigurationError, LifecycleError, ProtocolError, TransportError
 from weightsync.topology import RankId

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from weightsync.engines.nixl_agent import NixlAgent, backend_params, reading_threads
+from weightsync.engines.nixl_agent import NixlAgent
+from weightsync.engines.nixl_params import backend_params, reading_threads
 from weightsync.engines.pool import Pool
 
 _POOL: Pool[NixlAgent] = Pool()

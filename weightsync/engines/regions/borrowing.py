@@ -13,6 +13,7 @@ from weightsync.engines.buffers import allocate_bucket
 from weightsync.engines.regions.incoming import Batch, Incoming, packed_spans, spans
 from weightsync.engines.regions.plan import Mask, RegionPlan
 from weightsync.engines.regions.reading import OneSidedTransport, Reading, Spans
+from weightsync.engines.stats import Stopwatch
 from weightsync.layout.regions import Ints
 from weightsync.layout.tables import RankTable
 from weightsync.tensors import dtype_from_name
@@ -40,6 +41,8 @@ class Borrower:
     def __init__(
         self, transport: OneSidedTransport, memory: RankMemory, buffers: Sequence[torch.Tensor]
     ) -> None:
+        self.stopwatch = Stopwatch()
+        """Of the present refit: counts what is made for this and later ones: plan, register, prepare."""
         self._transport = transport
         self._memory = memory
         self._buffers = list(buffers)
@@ -98,7 +101,8 @@ class Borrower:
         key = id(plan), target, self.in_place.tobytes(), tuple((s, m.tobytes()) for s, m in lent.items())
         if self._incoming is None or self._incoming[0] != key:
             self._forget()
-            self._incoming = key, Incoming.of(plan, target, lent, self.in_place, bucket_size)
+            with self.stopwatch.phase("plan"):
+                self._incoming = key, Incoming.of(plan, target, lent, self.in_place, bucket_size)
         incoming = self._incoming[1]
         self._lend(incoming, bucket_size)
         return incoming
@@ -162,7 +166,9 @@ class Borrower:
     def _reading(self, key: Hashable, sender: int, make: Callable[[], Spans]) -> Reading:
         known = self._readings.get(key)
         if known is None or known.is_released:
-            known = self._readings[key] = self._transport.prepare_read(RankId("policy", sender), make())
+            with self.stopwatch.phase("prepare"):
+                known = self._transport.prepare_read(RankId("policy", sender), make())
+            self._readings[key] = known
         return known
 
     def _forget(self) -> None:
@@ -179,5 +185,6 @@ class Borrower:
             memory.append(self._large)
         wanted = [(flat.data_ptr(), flat.numel() * flat.element_size()) for flat in memory]
         if wanted != self._lent:
-            self._transport.lend(memory)
+            with self.stopwatch.phase("register"):
+                self._transport.lend(memory)
             self._lent = wanted

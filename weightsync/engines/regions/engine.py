@@ -16,13 +16,14 @@ from weightsync.engines.metadata import WorkerMetadata
 from weightsync.engines.receiver import BucketReceiver
 from weightsync.engines.refit import Refit
 from weightsync.engines.regions.borrowing import Borrower
-from weightsync.engines.regions.intake import RegionIntake
+from weightsync.engines.regions.intake import MADE_ONCE, RegionIntake
 from weightsync.engines.regions.lending import Lender
 from weightsync.engines.regions.plan import RegionPlan, require_tables
 from weightsync.engines.regions.reading import OneSidedTransport
 from weightsync.engines.regions.receiver import RegionReceiver
 from weightsync.engines.regions.sender import RegionSender
 from weightsync.engines.session import Session
+from weightsync.engines.stats import Stopwatch
 from weightsync.engines.stream import Weights
 from weightsync.errors import ConfigurationError, LifecycleError
 from weightsync.topology import RankId, Topology
@@ -51,6 +52,7 @@ class RegionEngine(BucketedCheckpointEngine):
         super().__init__(bucket_size, **common)
         self.shard_weights = chosen_sharding(shard_weights, shard_expert_weights)
         self.shard_expert_weights = self.shard_weights == "experts"
+        self._connecting = Stopwatch()
         self._local: RankMemory | None = None
         self._lender: Lender | None = None
         self._borrower: Borrower | None = None
@@ -77,13 +79,20 @@ class RegionEngine(BucketedCheckpointEngine):
         readers = {target: nbytes for target, nbytes in enumerate(links) if nbytes}
         return {"bytes_per_rollout_rank": readers, "whole": sorted(plan.whole)} if readers else None
 
+    def connect_stats(self) -> dict[str, float]:
+        """Return the seconds that connecting took for the plan, and to register what this rank has."""
+        seconds = self._connecting.seconds()
+        return {f"seconds_{phase}": seconds.get(phase, 0.0) for phase in ("plan", "register")}
+
     def take_memory(self) -> bytes:
         """Lend this rank's shards; returns its table."""
         self._forget()
+        self._connecting = Stopwatch()
         if self._local is None:
             return b""
         transport = self._one_sided()
-        self._lender = Lender(transport, self._local, self._memory.buffers[0].device)
+        with self._connecting.phase("register"):
+            self._lender = Lender(transport, self._local, self._memory.buffers[0].device)
         return self._local.table.encode()
 
     def _take_place(
@@ -95,10 +104,11 @@ class RegionEngine(BucketedCheckpointEngine):
         *,
         late: bool = False,
     ) -> None:
-        self._plan = None if late else self._plan_of(topology, entries)
         self._whole_topology = topology
-        if self._plan is not None:
-            topology = self._plan.widened(topology, receivers)
+        with self._connecting.phase("plan"):
+            self._plan = None if late else self._plan_of(topology, entries)
+            if self._plan is not None:
+                topology = self._plan.widened(topology, receivers)
         if who.side == "rollout":
             self._lender = None
         super()._take_place(who, topology, entries, receivers, late=late)
@@ -125,6 +135,7 @@ class RegionEngine(BucketedCheckpointEngine):
             return await super()._send(weights, session, refit, lockstep)
         rest = _select(weights, [spec.name for spec in plan.rest])
         lender = self._require_lender()
+        lender.stopwatch = refit.stopwatch
         links = list(session.targets.values())
         with refit.on(links):
             await refit.open(links, sending=bool(links))
@@ -140,17 +151,19 @@ class RegionEngine(BucketedCheckpointEngine):
         figures["bytes_moved"] += regions.bytes_lent + regions.bytes_packed
         figures["tensors"] += len(plan.moved)
         figures["batches"] += len(regions.outgoing.buckets)
-        return {**figures, **moved}
+        return {**MADE_ONCE, **figures, **moved}
 
     def _make_intake(self, session: Session, refit: Refit) -> Intake:
         plan = self._plan
         if plan is None:
             return super()._make_intake(session, refit)
         senders = plan.senders(refit.who.rank)
+        borrower = self._require_borrower()
+        borrower.stopwatch = refit.stopwatch
         regions = RegionReceiver(
             refit,
             plan,
-            self._require_borrower(),
+            borrower,
             {rank: session.sources[RankId("policy", rank)] for rank in senders},
             manifest_check=self.manifest_check,
             before_writing=self.before_writing,

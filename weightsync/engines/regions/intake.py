@@ -10,6 +10,9 @@ import torch
 from weightsync.engines.receiver import BucketReceiver
 from weightsync.engines.regions.receiver import RegionReceiver
 
+MADE_ONCE = dict.fromkeys(("seconds_plan", "seconds_register", "seconds_prepare"), 0.0)
+"""What a refit by regions makes and keeps for the next ones: 0 where there was nothing to make."""
+
 
 class RegionIntake:
     """An `Intake` of both.
@@ -67,4 +70,4 @@ class RegionIntake:
             key: regions.get(key, 0) + whole.get(key, 0)
             for key in ("bytes", "tensors", "batches", "bytes_moved")
         }
-        return {**regions, **whole, **summed, "bytes_whole": whole.get("bytes", 0)}
+        return {**MADE_ONCE, **regions, **whole, **summed, "bytes_whole": whole.get("bytes", 0)}

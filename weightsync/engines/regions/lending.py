@@ -11,6 +11,7 @@ from weightsync.engines.base import RankMemory
 from weightsync.engines.regions.outgoing import Outgoing, PackedBucket, Packing
 from weightsync.engines.regions.plan import Mask, RegionPlan
 from weightsync.engines.regions.reading import OneSidedTransport
+from weightsync.engines.stats import Stopwatch
 from weightsync.errors import ManifestError
 from weightsync.layout.regions import Ints
 from weightsync.layout.tables import RankTable
@@ -26,6 +27,8 @@ class Lender:
     """
 
     def __init__(self, transport: OneSidedTransport, memory: RankMemory, device: torch.device) -> None:
+        self.stopwatch = Stopwatch()
+        """Of the present refit: counts what is made for this and later ones: plan, register, prepare."""
         self._transport = transport
         self._device = device
         self.table: RankTable = memory.table
@@ -55,9 +58,9 @@ class Lender:
         if not np.array_equal(addresses, self._addresses):
             self._addresses = addresses
             self._packings.clear()
-            self._transport.lend(
-                [flat.detach() for flat in flats if flat is not None and self._address(flat)]
-            )
+            memory = [flat.detach() for flat in flats if flat is not None and self._address(flat)]
+            with self.stopwatch.phase("register"):
+                self._transport.lend(memory)
 
     @property
     def addresses(self) -> Ints:
@@ -90,7 +93,8 @@ class Lender:
         key = (id(plan), tuple(targets), self.lent.tobytes())
         if key not in self._outgoing:
             self._packings.clear()
-            self._outgoing = {key: Outgoing.of(plan, sender, targets, self.lent, bucket_size)}
+            with self.stopwatch.phase("plan"):
+                self._outgoing = {key: Outgoing.of(plan, sender, targets, self.lent, bucket_size)}
         return self._outgoing[key]
 
     def pack(
@@ -98,7 +102,8 @@ class Lender:
     ) -> None:
         """Fill a buffer with a bucket of the last `outgoing`."""
         if (seq, slot) not in self._packings:
-            self._packings[seq, slot] = Packing(bucket, buffer, self.storage, dtypes)
+            with self.stopwatch.phase("prepare"):
+                self._packings[seq, slot] = Packing(bucket, buffer, self.storage, dtypes)
         self._packings[seq, slot].run()
 
     def _address(self, flat: torch.Tensor | None) -> int:
