@@ -90,19 +90,25 @@ class RegionSender:
     def _send_digests(self) -> None:
         if self._refit.checks.mode == "off":
             return
+
+        @cache
+        def digest(storage: int, *span: int) -> int:
+            """Digest once what several readers get."""
+            return digest_row(self._lender.storage(storage), *span)
+
         for target, rows in self._outgoing.lent.items():
             for first in range(0, len(rows), _DIGESTS_AT_ONCE):
                 some = rows.select(slice(first, first + _DIGESTS_AT_ONCE))
                 with self._refit.stopwatch.phase("digest"):
-                    values = self._digests_of(some, first)
+                    values = self._digests_of(some, first, digest)
                 self._links[target].send(Digests(first, values.tobytes()))
 
-    def _digests_of(self, rows: Rows, first: int) -> npt.NDArray[np.uint64]:
+    def _digests_of(self, rows: Rows, first: int, digest: Callable[..., int]) -> npt.NDArray[np.uint64]:
         values = np.zeros(len(rows), np.uint64)
         columns = (rows.source_storage, rows.source_offset, rows.nbytes, rows.count, rows.source_step)
         for index, (storage, *span) in enumerate(np.stack(columns, axis=1).tolist()):
             if self._refit.is_row_checked(first + index):
-                values[index] = digest_row(self._lender.storage(storage), *span)
+                values[index] = digest(storage, *span)
         return values
 
     def _send_bucket(self, seq: int, bucket: PackedBucket) -> None:
