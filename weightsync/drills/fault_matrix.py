@@ -17,6 +17,8 @@ from weightsync.errors import WeightSyncError
 LOST, SUCCEEDED = "driver lost", "succeeded"
 _MARGIN_S = 2.0
 _MOMENT_S = 0.05
+_LOSS_S = 5.0
+"""For a killed process to be gone, with all of its memory, or a stopped one to stand still."""
 _SHOWN = 300
 
 
@@ -222,7 +224,8 @@ class _Trial:
             return bool(stage.driver.remote.ask("struck", aside=True))
         if cell.is_loss:
             process = stage.driver if self._is_driver else stage.workers(self._side)[self._rank]
-            return process.await_stopped(1.0) if cell.fault == "stop" else process.await_end(1.0)
+            await_loss = process.await_stopped if cell.fault == "stop" else process.await_end
+            return await_loss(_LOSS_S)
         return bool(self._armed.remote.ask("struck", aside=True))
 
     def _look_at_the_others(self, before: tuple[int, str]) -> None:
