@@ -58,9 +58,9 @@ class Lender:
         if not np.array_equal(addresses, self._addresses):
             self._addresses = addresses
             self._packings.clear()
-            memory = [flat.detach() for flat in flats if flat is not None and self._address(flat)]
+            lendable = [flat.detach() for flat in flats if flat is not None and self._address(flat)]
             with self.stopwatch.phase("register"):
-                self._transport.lend(memory)
+                self._transport.lend(lendable)
 
     @property
     def addresses(self) -> Ints:
