@@ -143,6 +143,15 @@ class Connection:
         self._join(deadline, new)
         self.is_due = self.lacks_engines = False
 
+    def late_arguments(self) -> dict[str, Any]:
+        """Return what an engine needs to join the policy ranks late, beside the version and its rank."""
+        return {
+            **_engine_arguments(self._config, self.bucket_size or 0),
+            "train_world_size": self._crew.policy.world_size,
+            "rollout_world_size": self._crew.rollout.world_size,
+            "metadata": list(self._metadata["policy"]),
+        }
+
     def insert(self, side: str, rank: int, count: int) -> None:
         """Make room for the metadata of new ranks, which take this one and those after it."""
         self._metadata[side][rank:rank] = [None] * count

@@ -49,6 +49,11 @@ class Serving:
         """The version that requests get; `None` for the starting weights, and where none run."""
         return None if self.held else self.version
 
+    @property
+    def is_untouched(self) -> bool:
+        """Whether it is known that nothing of a refit that failed was written."""
+        return self.reached and not self.dirty and self.fenced is None
+
     @classmethod
     def from_status(cls, status: Any) -> Serving:
         """Read the value of ``refit_status``; anything else counts as no answer."""

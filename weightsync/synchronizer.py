@@ -32,7 +32,7 @@ from weightsync.connection import (
 from weightsync.crew import Crew, Deadline, StepError
 from weightsync.errors import ConfigurationError, DeadlineError, LifecycleError, RefitError
 from weightsync.failures import Serving, may_lack_engine, refit_error
-from weightsync.lifecycle import Refit, RefitPlan
+from weightsync.lifecycle import HeldRefit, Refit, RefitPlan
 from weightsync.membership import Membership
 from weightsync.progress import NoProgress, ProgressListener, RefitProgress
 from weightsync.report import RefitReport
@@ -169,8 +169,10 @@ class CheckpointEngineWeightSynchronizer:
     def add_rollout(self, *hosts: Any) -> RefitReport | None:
         """Take inference engines in; the others keep their connections and go on serving.
 
-        The new ones get the published version from the policy at once, unless the policy has moved on (see
-        `is_stale`): then they are ready after the next `sync_weights`, and hold no version until then.
+        The new ones get the published version from the policy at once. Where the policy has moved on (see
+        `is_stale`), they get what its ranks keep for them, with an engine that serves latecomers
+        (``kimi_ckpt_engine``); with others they are ready after the next `sync_weights`, and hold no version
+        until then.
 
         Args:
             hosts: what the rollout group is made of, such as actor handles; their ranks follow the others'.
@@ -346,10 +348,12 @@ class CheckpointEngineWeightSynchronizer:
                 raise refit from cause
 
     def _catch_up(self, what: str, hosts: Sequence[int]) -> RefitReport | None:
-        """Bring the published version to new hosts, if the policy still has it."""
-        if self._published is None or self.is_stale:
+        """Bring the published version to new hosts, if the policy still has it, or holds it for them."""
+        if self._published is None or self._synced is None:
             return None
         self._epoch += 1
+        if self.is_stale:
+            return self._give_held(what, hosts, self._published)
         plan = RefitPlan(
             version=self._published, epoch=self._epoch, connect=None, release=False, partial=True
         )
@@ -362,6 +366,28 @@ class CheckpointEngineWeightSynchronizer:
         finally:
             self._epoch = refit.epoch
             self._left_out |= refit.left_out
+        _log.info("%s: %s", what, report)
+        return report
+
+    def _give_held(self, what: str, hosts: Sequence[int], version: int) -> RefitReport | None:
+        """Bring new hosts the version that the policy ranks keep beside their weights, if they keep any."""
+        crew = self._crew.among(hosts)
+        plan = RefitPlan(version=version, epoch=self._epoch, connect=None, release=False, partial=True)
+        refit = HeldRefit(crew, self._settings, plan, self._connection.late_arguments())
+        if (reason := refit.find_out()) is not None:
+            _log.info("%s: the policy has moved on, the new ones wait for the next refit: %s", what, reason)
+            return None
+        try:
+            report = replace(refit.run(), transport=self.config.transport, topology="held by the policy")
+        except RefitError as error:
+            if not all(state.is_untouched for state in refit.serving.values()):
+                raise
+            _log.warning("%s: the new ones wait for the next refit: %s", what, error)
+            return None
+        finally:
+            self._epoch = refit.epoch
+            self._left_out |= refit.left_out
+            refit.leave()
         _log.info("%s: %s", what, report)
         return report
 

@@ -21,6 +21,7 @@ from weightsync.engines.registry import create_checkpoint_engine
 from weightsync.errors import ConfigurationError, ErrorRecord, LifecycleError, ManifestError
 from weightsync.layout.pieces import ABSENT
 from weightsync.outcomes import Outcome
+from weightsync.rollout.latecomer import Latecomer
 from weightsync.rollout.loader import WeightLoader, region_loader
 from weightsync.rollout.receiver import RefitReceiver
 from weightsync.rollout.threads import in_thread
@@ -45,6 +46,7 @@ class RolloutEndpoint:
         self._connected = False
         self._discarded: str | None = None
         self._staging: Future[dict[str, Any]] | None = None
+        self._late = Latecomer()
 
     @property
     def rank(self) -> int:
@@ -167,6 +169,27 @@ class RolloutEndpoint:
         self._require_receiver().rank = rank
         return rank
 
+    def join_checkpoint_engine_late(self, version: int, **engine_and_place: Any) -> str | None:
+        """Open the refit that brings what the policy side holds, without a call of a policy worker.
+
+        Args:
+            version: of what is held.
+            engine_and_place: the keywords of `Latecomer.join`, but for the rank.
+
+        Returns:
+            Why this engine serves no latecomers; `None` where it does: the next update receives from them.
+        """
+        self._connected_engine()
+        receiver = self._require_receiver()
+        receiver.require_next(version)
+        reason = self._late.join(receiver, rollout_rank=self.rank, **engine_and_place)
+        self._opened = version if reason is None else None
+        return reason
+
+    def leave_checkpoint_engine_late(self) -> None:
+        """Go back to this rank's own engine; the next call that needs that does so, too."""
+        self._late.leave()
+
     def open_refit(self, epoch: int, version: int, receivers: list[int] | None = None) -> None:
         """Announce the next refit; ``receivers``: the rollout ranks that take part, by default all."""
         engine = self._connected_engine()
@@ -226,6 +249,7 @@ class RolloutEndpoint:
 
     def commit_refit(self, version: int) -> int:
         """Serve what was received; returns the version."""
+        self._late.require(version)
         return self._require_receiver().commit(version)
 
     def fence_refit(self, reason: str) -> None:
@@ -262,7 +286,8 @@ class RolloutEndpoint:
         return self._receiver.status()
 
     def _require_opened(self, method: str) -> tuple[RefitReceiver, int]:
-        self._connected_engine()
+        if not self._late.is_here:
+            self._connected_engine()
         version, self._opened = self._opened, None
         if version is None:
             raise LifecycleError(f"{method} without open_refit")
@@ -276,6 +301,7 @@ class RolloutEndpoint:
     def _engine(self) -> CheckpointEngine:
         if not self._engine_ready:
             raise LifecycleError("init_checkpoint_engine comes first")
+        self._late.leave()
         return self._require_receiver().engine
 
     def _connected_engine(self) -> CheckpointEngine:
@@ -318,6 +344,8 @@ ROLLOUT_METHODS = (
     "prepare_checkpoint_engine",
     "init_checkpoint_engine_process_group",
     "update_checkpoint_engine_process_group",
+    "join_checkpoint_engine_late",
+    "leave_checkpoint_engine_late",
     "open_refit",
     "update_weights_from_checkpoint_engine",
     "stage_weights_from_checkpoint_engine",
