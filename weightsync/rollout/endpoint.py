@@ -12,20 +12,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from weightsync.capacity import total_memory_bytes
 from weightsync.digests import WeightDigest
 from weightsync.engines.base import CheckpointEngine
 from weightsync.engines.registry import create_checkpoint_engine
-from weightsync.errors import ConfigurationError, ErrorRecord, LifecycleError, ManifestError
-from weightsync.layout.pieces import ABSENT
+from weightsync.errors import ConfigurationError, ErrorRecord, LifecycleError
 from weightsync.outcomes import Outcome
 from weightsync.rollout.latecomer import Latecomer
+from weightsync.rollout.layouts import decode_manifest, describe
 from weightsync.rollout.loader import WeightLoader, region_loader
 from weightsync.rollout.receiver import RefitReceiver
 from weightsync.rollout.threads import in_thread
-from weightsync.tensors import TensorSpec, WeightManifest
 
 
 class RolloutEndpoint:
@@ -112,20 +109,11 @@ class RolloutEndpoint:
             this rank stores nothing though some rank should.
         """
         engine, receiver = self._engine(), self._require_receiver()
-        specs = _decode_specs(manifest)
-        loader = region_loader(receiver.loader)
-        memory = loader.layout(WeightManifest.build(specs), sharding)
+        wanted, loader = decode_manifest(manifest), region_loader(receiver.loader)
+        memory = loader.layout(wanted, sharding)
         engine.use_memory(memory)
-        receiver.memory, table = memory, memory.table
-        unread = [
-            spec.name
-            for spec, pattern in zip(specs, table.pattern_of, strict=True)
-            if pattern == ABSENT and spec.name not in table.whole and spec.nbytes
-        ]
-        return {
-            "whole": dict(table.whole),
-            "unread": [name for name in unread if not loader.passes_over(name)],
-        }
+        receiver.memory = memory
+        return describe(wanted, memory, loader)
 
     def prepare_checkpoint_engine(self) -> Any:
         """Return the engine's metadata for its peers."""
@@ -328,13 +316,6 @@ class RolloutEndpoint:
         if position is not None and position.failed:
             record = replace(record, message=f"{record.message} ({position.failed})")
         return Outcome(self.rank, error=record).to_dict()
-
-
-def _decode_specs(manifest: bytes) -> tuple[TensorSpec, ...]:
-    try:
-        return msgspec.msgpack.decode(manifest, type=tuple[TensorSpec, ...])
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
-        raise ManifestError(f"the manifest is damaged: {error}", phase="describe_layout") from error
 
 
 ROLLOUT_METHODS = (

@@ -63,7 +63,11 @@ class ParameterReload:
             get_layerwise_info,
             make_online_process_loader,
         )
+        from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 
+        if name in SKIP_LOAD_TENSORS:  # these stay with their layer, and vLLM does not count them
+            copier(getattr(layer, name), value)
+            return
         if not get_layerwise_info(layer).can_load():
             raise LifecycleError(f"vLLM takes nothing more for {type(layer).__name__}", phase="load")
         parameter: Any = getattr(layer, name)
