@@ -196,16 +196,20 @@ def test_a_second_engine_that_fails_in_the_repeat_is_left_out_too():
 def test_an_engine_that_hangs_is_left_out_as_long_as_it_does():
     job = Job(sizes=(1, 1), **GO_ON, total_s=30.0, connect_s=0.3)
     wake = threading.Event()
-    job.hosts[1].script[UPDATE] = lambda kwargs: wake.wait(20) and figures(total=1.0)
-    job.policy[0].script[SEND] = once(raising(PeerLostError("silent for 0.4 s", peer="rollout rank 1")))
+    job.hosts[0].script[UPDATE] = lambda kwargs: wake.wait(20) and figures(total=1.0)
+    job.policy[0].script[SEND] = once(raising(PeerLostError("silent for 0.4 s", peer="rollout rank 0")))
     report = job.synchronizer.sync_weights()
-    assert report.ok == (0,)
-    assert states(report) == {1: ("DeadlineError", None)}
+    assert report.ok == (1,)
+    assert states(report) == {0: ("DeadlineError", None)}
     assert report.failed[0].state == "unknown (no answer)"
     report = job.synchronizer.sync_weights()  # it still hangs: the others do not wait for it again
-    assert (report.version, report.ok, report.failed) == (2, (0,), ())
+    assert (report.version, report.ok, report.failed) == (2, (1,), ())
+    job.policy[0].script[SEND] = raising(ValueError("no weights"))
+    assert "no weights" in str(job.fail())
+    assert job.took_s < 3
     wake.set()
-    job.hosts[1].script.clear()
+    job.hosts[0].script.clear()
+    job.policy[0].script.clear()
     assert job.synchronizer.sync_weights().ok == (0, 1)
     assert [state.version for state in job.states] == [3, 3]
 
@@ -225,6 +229,18 @@ def test_who_still_waits_for_the_one_that_has_failed_is_not_left_out_with_it():
     report = job.synchronizer.sync_weights()
     assert report.ok == (0,)
     assert states(report) == {1: ("ValueError", None)}
+
+
+def test_an_engine_that_was_left_out_while_it_was_busy_is_resumed_if_it_ends_soon():
+    job = Job(sizes=(1, 1), **GO_ON, total_s=30.0, connect_s=0.5)
+    gives_up = DeadlineError("rollout rank 1 did not begin epoch 1", peer="rollout rank 1")
+    job.policy[0].script[SEND] = once(raising(gives_up))
+    job.hosts[1].script[UPDATE] = lambda kwargs: threading.Event().wait(2.8)
+    report = job.synchronizer.sync_weights()
+    assert report.ok == (0,)
+    assert states(report) == {1: ("DeadlineError", None)}
+    assert job.log.methods("host 1")[-1] == "resume"
+    assert job.log.count("reset_caches", "host 1") == 1
 
 
 def test_a_slow_engine_is_not_given_up_because_another_has_failed():

@@ -317,6 +317,9 @@ class Refit:
             crew = self._crew.among(self._casualties.hosts)
             self._cleanup.contain(crew, reason, self._stale_before)
             self._cleanup.resume(crew)
+            for hosts in as_they_end(crew, {}, self._deadline):  # the others serve, but the caller waits
+                self._cleanup.contain(self._crew.among(hosts), reason, self._stale_before)
+                self._cleanup.resume(self._crew.among(hosts))
             self._cleanup.note_held(crew)
         return []
 
