@@ -118,9 +118,12 @@ class Pump(Generic[E]):
             link.check()
 
     def _run(self) -> None:
+        run = self._run_it
+        # A method of whoever has this pump: such a ring would keep the buffers until garbage is collected.
+        del self._run_it
         try:
             bind_thread(self._refit.buffers[0].device)
-            self._run_it()
+            run()
         except BaseException as error:  # noqa: BLE001 - raised again in the consumer's thread
             # The last event, always: the consumer's wait for the next one has no other end.
             self._events.put(error)
