@@ -50,7 +50,7 @@ class Borrower:
         self._flats: list[torch.Tensor | None] = []
         self._base: Ints = np.empty(0, np.int64)
         self._lent: list[tuple[int, int]] = []
-        self._incoming: tuple[Hashable, Incoming] | None = None
+        self._incoming: tuple[RegionPlan, Hashable, Incoming] | None = None
         self._readings: dict[Hashable, Reading] = {}
         self._sources: dict[int, tuple[bytes, bytes]] = {}
 
@@ -91,6 +91,11 @@ class Borrower:
             self._sources[sender] = addresses, keys
             self._forget()
 
+    def forget_sources(self) -> None:
+        """Take in anew where shards are: peers were met again, and known only by what they said at first."""
+        self._sources.clear()
+        self._forget()
+
     def addresses(self, sender: int) -> Ints:
         """Return where a policy rank lends each of its storages, 0 where it does not."""
         return np.frombuffer(self._sources[sender][0], np.int64)
@@ -98,12 +103,12 @@ class Borrower:
     def incoming(self, plan: RegionPlan, target: int, senders: Sequence[int], bucket_size: int) -> Incoming:
         """Return what is read from these policy ranks, and register what it is read into."""
         lent = {sender: self.addresses(sender) != 0 for sender in senders}
-        key = id(plan), target, self.in_place.tobytes(), tuple((s, m.tobytes()) for s, m in lent.items())
-        if self._incoming is None or self._incoming[0] != key:
+        key = target, self.in_place.tobytes(), tuple((s, m.tobytes()) for s, m in lent.items())
+        if self._incoming is None or self._incoming[0] is not plan or self._incoming[1] != key:
             self._forget()
             with self.stopwatch.phase("plan"):
-                self._incoming = key, Incoming.of(plan, target, lent, self.in_place, bucket_size)
-        incoming = self._incoming[1]
+                self._incoming = plan, key, Incoming.of(plan, target, lent, self.in_place, bucket_size)
+        incoming = self._incoming[2]
         self._lend(incoming, bucket_size)
         return incoming
 

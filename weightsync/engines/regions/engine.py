@@ -111,6 +111,8 @@ class RegionEngine(BucketedCheckpointEngine):
                 topology = self._plan.widened(topology, receivers)
         if who.side == "rollout":
             self._lender = None
+            if self._borrower is not None:
+                self._borrower.forget_sources()
         super()._take_place(who, topology, entries, receivers, late=late)
 
     def _plan_of(self, topology: Topology, entries: Sequence[WorkerMetadata]) -> RegionPlan | None:

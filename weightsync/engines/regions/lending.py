@@ -35,7 +35,7 @@ class Lender:
         self._flats: list[torch.Tensor | None] = []
         self._addresses: Ints = np.empty(0, np.int64)
         self._described = self._addresses
-        self._outgoing: dict[tuple[int, tuple[int, ...], bytes], Outgoing] = {}
+        self._outgoing: tuple[RegionPlan, tuple[tuple[int, ...], bytes], Outgoing] | None = None
         self._packings: dict[tuple[int, int], Packing] = {}
         self.take(memory)
         self._described = self._addresses
@@ -90,12 +90,13 @@ class Lender:
 
     def outgoing(self, plan: RegionPlan, sender: int, targets: Sequence[int], bucket_size: int) -> Outgoing:
         """Return what some rollout ranks get of this one."""
-        key = (id(plan), tuple(targets), self.lent.tobytes())
-        if key not in self._outgoing:
+        key = tuple(targets), self.lent.tobytes()
+        if self._outgoing is None or self._outgoing[0] is not plan or self._outgoing[1] != key:
             self._packings.clear()
             with self.stopwatch.phase("plan"):
-                self._outgoing = {key: Outgoing.of(plan, sender, targets, self.lent, bucket_size)}
-        return self._outgoing[key]
+                made = Outgoing.of(plan, sender, targets, self.lent, bucket_size)
+            self._outgoing = plan, key, made
+        return self._outgoing[2]
 
     def pack(
         self, seq: int, slot: int, bucket: PackedBucket, buffer: torch.Tensor, dtypes: Sequence[str]
