@@ -209,6 +209,14 @@ def test_shipped_configurations_load(name):
     assert config.vllm_kwargs["max_num_batched_tokens"] == 4096
 
 
+def test_a_transport_and_what_it_divides_are_chosen_on_the_command_line():
+    config = load_config(EXAMPLES / "tiny-qwen3.yaml", transport="nixl", shard_weights="auto")
+    assert load_refit_config(config.refit_source).sharding == "auto"
+    config = load_config(EXAMPLES / "tiny-qwen3.yaml", transport="ipc", shard_weights="auto")
+    with pytest.raises(ConfigurationError, match="shard_weights"):
+        load_refit_config(config.refit_source)
+
+
 def write_config(tmp_path, **changes):
     text = (EXAMPLES / "tiny-qwen3.yaml").read_text()
     for old, new in changes.values():

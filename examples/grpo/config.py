@@ -94,9 +94,14 @@ class DemoConfig(_Settings):
 
 
 def load_config(
-    path: Path, *, steps: int | None = None, seed: int | None = None, transport: str | None = None
+    path: Path,
+    *,
+    steps: int | None = None,
+    seed: int | None = None,
+    transport: str | None = None,
+    shard_weights: str | None = None,
 ) -> DemoConfig:
-    """Read and check a YAML file; ``steps``, ``seed`` and ``transport`` replace what it says.
+    """Read and check a YAML file; ``steps``, ``seed`` and the others replace what it says.
 
     Raises:
         ConfigurationError: the file is unreadable, no YAML mapping, or holds a wrong or unknown key.
@@ -108,21 +113,38 @@ def load_config(
     if not isinstance(data, dict):
         raise ConfigurationError(f"{path} does not hold a mapping at its top level")
     try:
-        return DemoConfig.model_validate(_with_overrides(data, steps, seed, transport))
+        return DemoConfig.model_validate(_with_overrides(data, steps, seed, transport, shard_weights))
     except ValidationError as error:
         raise ConfigurationError(f"{path}: {_first_problems(error)}") from error
 
 
 def _with_overrides(
-    data: dict[str, Any], steps: int | None, seed: int | None, transport: str | None
+    data: dict[str, Any],
+    steps: int | None,
+    seed: int | None,
+    transport: str | None,
+    shard_weights: str | None,
 ) -> dict[str, Any]:
     policy = data.get("policy")
-    if transport is not None and isinstance(policy, dict) and isinstance(policy.get("generation"), dict):
-        generation = {**policy["generation"], "refit_transport": transport}
+    if isinstance(policy, dict) and isinstance(policy.get("generation"), dict):
+        generation = _redirected(policy["generation"], transport, shard_weights)
         data = {**data, "policy": {**policy, "generation": generation}}
     if steps is not None and isinstance(data.get("grpo"), dict):
         data = {**data, "grpo": {**data["grpo"], "steps": steps}}
     return data if seed is None else {**data, "seed": seed}
+
+
+def _redirected(
+    generation: dict[str, Any], transport: str | None, shard_weights: str | None
+) -> dict[str, Any]:
+    if transport is not None:
+        generation = {**generation, "refit_transport": transport}
+    if shard_weights is None:
+        return generation
+    # Of the transport that is selected: one that moves whole tensors only refuses the key.
+    scopes, name = generation.get("refit_cfg") or {}, str(generation.get("refit_transport"))
+    scope = {**(scopes.get(name) or {}), "shard_weights": shard_weights}
+    return {**generation, "refit_cfg": {**scopes, name: scope}}
 
 
 def _first_problems(error: ValidationError) -> str:

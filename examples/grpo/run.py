@@ -44,6 +44,7 @@ class Options:
     seed: int | None = None
     refit: bool = True
     transport: str | None = None
+    shard_weights: str | None = None
 
 
 def run(options: Options) -> int:
@@ -55,7 +56,11 @@ def run(options: Options) -> int:
     began = time.monotonic()
     console = Console()
     config = load_config(
-        _find(options.config), steps=options.steps, seed=options.seed, transport=options.transport
+        _find(options.config),
+        steps=options.steps,
+        seed=options.seed,
+        transport=options.transport,
+        shard_weights=options.shard_weights,
     )
     load_refit_config(config.refit_source)  # a wrong setting must not wait until all workers are up
     checkpoint = prepare_checkpoint(config.policy.model, default_cache(), console.print)
@@ -138,6 +143,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seed", type=int)
     parser.add_argument("--transport", help="refit_transport, instead of the file's")
+    parser.add_argument("--shard-weights", help="none, experts, all or auto, instead of the file's")
     parser.add_argument(
         "--no-refit", action="store_true", help="leave vLLM on its first weights, to see what happens"
     )
@@ -150,6 +156,7 @@ def main(argv: list[str] | None = None) -> int:
             seed=given.seed,
             refit=not given.no_refit,
             transport=given.transport,
+            shard_weights=given.shard_weights,
         )
     )
 

@@ -50,6 +50,14 @@ def demo(
             show_default=False,
         ),
     ] = None,
+    shard_weights: Annotated[
+        str | None,
+        typer.Option(
+            help="Which tensors vLLM receives only its own parts of, instead of the file's: none, experts, "
+            "all, or auto.",
+            show_default=False,
+        ),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed, instead of the file's.", show_default=False)] = None,
 ) -> None:
     """Train a small model with GRPO on Ray: FSDP2 workers refit vLLM after every step.
@@ -65,6 +73,7 @@ def demo(
         seed=seed,
         refit=not no_refit,
         transport=transport,
+        shard_weights=shard_weights,
     )
     raise typer.Exit(run.run(options))
 
