@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from weightsync.benchmarking.crew import ANSWER_S, Crew, ProcessCrew, ask
 from weightsync.benchmarking.memory import MemoryUse
-from weightsync.benchmarking.shapes import ModelHandle, Parameters
+from weightsync.benchmarking.shapes import WHOLE, ModelHandle, Parameters, Part
 from weightsync.benchmarking.trial import BenchSettings, Trial
 from weightsync.benchmarking.workers import Holder, Stretch
 from weightsync.errors import MissingDependencyError
@@ -121,6 +121,7 @@ class GlooTrial(Trial):
     """(b) A hand-written loop: policy rank 0 packs and broadcasts buckets to all rollout ranks."""
 
     kind, name = KIND, "gloo by hand"
+    whole_only = True
 
     def __init__(self, settings: BenchSettings) -> None:
         self._settings = settings
@@ -151,8 +152,8 @@ class GlooTrial(Trial):
 class FileWorker(Holder):
     """Saves the policy's parameters, or loads those that another has saved."""
 
-    def __init__(self, model: ModelHandle, sides: tuple[str, ...], threads: int) -> None:
-        super().__init__(model, sides, threads)
+    def __init__(self, model: ModelHandle, sides: tuple[str, ...], threads: int, part: Part = WHOLE) -> None:
+        super().__init__(model, sides, threads, part)
         self._mapped: dict[str, int] = {}
 
     def save(self, path: str) -> Stretch:
@@ -173,7 +174,13 @@ class FileWorker(Holder):
 
     def memory(self) -> MemoryUse:
         """Return the extra memory. At its peak a loading process has the whole file mapped."""
-        use = super().memory()
+        return self._mapping(super().memory())
+
+    def refit_memory(self) -> MemoryUse:
+        """Return the same of the refits alone."""
+        return self._mapping(super().refit_memory())
+
+    def _mapping(self, use: MemoryUse) -> MemoryUse:
         return MemoryUse(use.extra, {**use.shared, **self._mapped})
 
 
@@ -192,7 +199,14 @@ class FileTrial(Trial):
         settings = self._settings
         with (
             tempfile.TemporaryDirectory(prefix="weightsync-bench-", dir=_SHM) as directory,
-            ProcessCrew(FileWorker, model, 1, settings.rollout_ranks, threads=settings.threads) as crew,
+            ProcessCrew(
+                FileWorker,
+                model,
+                1,
+                settings.rollout_ranks,
+                threads=settings.threads,
+                tensor_parallel=settings.rollout_tp,
+            ) as crew,
         ):
             self._path = f"{directory}/model.safetensors"
             yield crew

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from weightsync.benchmarking.memory import together
-from weightsync.benchmarking.shapes import ModelHandle
+from weightsync.benchmarking.shapes import WHOLE, ModelHandle, Part
 from weightsync.benchmarking.workers import Holder, Stretch
 from weightsync.errors import DeadlineError, ErrorRecord, PeerLostError
 
@@ -51,11 +51,20 @@ def spanned(stretches: Iterable[Stretch]) -> float:
 
 
 class Crew:
-    """Policy and rollout ranks. A process that both sides share is in both lists."""
+    """Policy and rollout ranks. A process that both sides share is in both lists.
 
-    def __init__(self, policy: Sequence[Member], rollout: Sequence[Member]) -> None:
+    Args:
+        policy: by rank.
+        rollout: by rank.
+        parts: of each parameter, that the rollout ranks serve; empty if all of it.
+    """
+
+    def __init__(
+        self, policy: Sequence[Member], rollout: Sequence[Member], *, parts: Sequence[Part] = ()
+    ) -> None:
         self.policy, self.rollout = list(policy), list(rollout)
-        self._promised: str | None = None
+        self._parts = list(parts) or [WHOLE] * len(self.rollout)
+        self._promised: dict[Part, str] = {}
 
     @property
     def members(self) -> list[Member]:
@@ -72,10 +81,15 @@ class Crew:
 
     def wrong_ranks(self) -> list[int]:
         """Return the rollout ranks whose served parameters are not, byte by byte, the policy's."""
-        if self._promised is None:
-            self._promised = str(ask(self.policy[:1], "policy_digest")[0])
-        found = ask(self.rollout, "served_digest")
-        return [rank for rank, digest in enumerate(found) if digest != self._promised]
+        for part in self._parts:
+            if part not in self._promised:
+                self._promised[part] = str(ask(self.policy[:1], "policy_digest", part)[0])
+        found = zip(ask(self.rollout, "served_digest"), self._parts, strict=True)
+        return [rank for rank, (digest, part) in enumerate(found) if digest != self._promised[part]]
+
+    def least_bytes(self) -> list[int]:
+        """Return what each rollout rank stores."""
+        return ask(self.rollout, "stored_bytes")
 
     def mark(self) -> None:
         """Count extra memory from here."""
@@ -84,6 +98,14 @@ class Crew:
     def extra_memory(self) -> int:
         """Return the most memory that all processes together have had above the mark."""
         return together(ask(self.members, "memory"))
+
+    def mark_connected(self) -> None:
+        """Count what refits take on top from here."""
+        ask(self.members, "mark_connected")
+
+    def refit_memory(self) -> int:
+        """Return the most memory that all processes together have had above that."""
+        return together(ask(self.members, "refit_memory"))
 
 
 @dataclass(frozen=True)
@@ -95,16 +117,18 @@ class Role:
         model: where the policy's parameters are.
         sides: ``"policy"``, ``"rollout"`` or both.
         threads: of torch.
+        part: of each parameter, that it serves.
     """
 
     holder: type[Holder]
     model: ModelHandle
     sides: tuple[str, ...]
     threads: int
+    part: Part = WHOLE
 
     def make(self) -> Holder:
         """Make it."""
-        return self.holder(self.model, self.sides, self.threads)
+        return self.holder(self.model, self.sides, self.threads, self.part)
 
 
 class Process:
@@ -171,6 +195,7 @@ class ProcessCrew(Crew):
         policy: number of policy ranks.
         rollout: number of rollout ranks.
         threads: of torch in each.
+        tensor_parallel: rollout ranks that share each parameter; 1 if each serves all of it.
         together: policy rank *i* and rollout rank *i* share a process.
     """
 
@@ -182,12 +207,15 @@ class ProcessCrew(Crew):
         rollout: int,
         *,
         threads: int,
+        tensor_parallel: int = 1,
         together: bool = False,
     ) -> None:
         self._processes: list[Process] = []
+        parts = [Part(rank % tensor_parallel, tensor_parallel) for rank in range(rollout)]
 
         def make(side: str, rank: int, sides: tuple[str, ...]) -> Process:
-            process = Process(f"{side} rank {rank}", Role(holder, model, sides, threads))
+            part = parts[rank] if "rollout" in sides else WHOLE
+            process = Process(f"{side} rank {rank}", Role(holder, model, sides, threads, part))
             self._processes.append(process)
             return process
 
@@ -203,7 +231,7 @@ class ProcessCrew(Crew):
         except BaseException:
             self.end()
             raise
-        super().__init__(senders, receivers)
+        super().__init__(senders, receivers, parts=parts)
 
     def __enter__(self) -> Self:
         return self

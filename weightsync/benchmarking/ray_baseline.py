@@ -11,7 +11,7 @@ import torch
 
 from weightsync.benchmarking.baselines import KIND, Clock
 from weightsync.benchmarking.crew import ANSWER_S, Crew
-from weightsync.benchmarking.shapes import ModelHandle
+from weightsync.benchmarking.shapes import WHOLE, ModelHandle, Part
 from weightsync.benchmarking.trial import BenchSettings, Trial
 from weightsync.benchmarking.workers import Holder, Stretch
 from weightsync.cluster.private_ray import private_ray
@@ -61,11 +61,13 @@ class RayTrial(Trial):
         with private_ray(1 + settings.rollout_ranks, environment=_ENVIRONMENT, log_to_driver=False) as ray:
             actor_class = ray.remote(num_cpus=1, enable_tensor_transport=True)(_holder_class(ray))
 
-            def make(side: str) -> RayMember:
-                return RayMember(ray, actor_class.remote(model, (side,), settings.threads))
+            def make(side: str, part: Part = WHOLE) -> RayMember:
+                return RayMember(ray, actor_class.remote(model, (side,), settings.threads, part))
 
             self._sender = make("policy")
-            yield Crew([self._sender], [make("rollout") for _ in range(settings.rollout_ranks)])
+            ways = settings.rollout_tp
+            parts = [Part(rank % ways, ways) for rank in range(settings.rollout_ranks)]
+            yield Crew([self._sender], [make("rollout", part) for part in parts], parts=parts)
 
     def refit(self, crew: Crew, number: int) -> list[Stretch]:
         """Hand the sender's tensors to every receiver."""

@@ -1,15 +1,16 @@
-"""Refit by regions in a benchmark: policy ranks hold a part of each parameter, rollout ranks store all."""
+"""Refit by regions in a benchmark: policy ranks hold rows of each parameter, rollout ranks all or a part."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from weightsync.benchmarking.shapes import Parameters
-from weightsync.benchmarking.workers import EngineWorker, Stretch, phases_of
+from weightsync.benchmarking.shapes import Parameters, Part
+from weightsync.benchmarking.workers import EngineWorker, Stretch, counts_of, phases_of
 from weightsync.layout.holdings import chunk_bounds
 from weightsync.layout.regions import Box
 from weightsync.layout.tables import HeldBox, RankTable, TableBuilder
@@ -20,26 +21,38 @@ REGIONS = "regions"
 
 
 class PartMemory:
-    """A `RankMemory`: rows of each parameter, a contiguous part each.
+    """A `RankMemory`: one contiguous region of each parameter.
 
     Args:
-        parameters: whole ones; of a policy rank its part is a view of them.
-        rank: of ``ranks`` that the rows are cut over, as ``torch.chunk`` cuts.
-        ranks: 1 for all rows.
+        manifest: of whole parameters.
+        regions: by parameter, the memory and which part of the parameter it is.
     """
 
-    def __init__(self, parameters: Parameters, rank: int, ranks: int) -> None:
-        self.manifest = manifest_of(parameters)
-        builder = TableBuilder(self.manifest)
+    def __init__(self, manifest: WeightManifest, regions: Mapping[str, tuple[torch.Tensor, Box]]) -> None:
+        self.manifest = manifest
+        builder = TableBuilder(manifest)
         self._flats: list[torch.Tensor] = []
+        for name, (memory, box) in regions.items():
+            index = builder.add_storage(name, memory.shape, dtype_name(memory.dtype))
+            builder.add(name, [HeldBox(index, box)])
+            self._flats.append(memory.view(-1))
+        self.table: RankTable = builder.build()
+
+    @classmethod
+    def rows(cls, parameters: Parameters, rank: int, ranks: int) -> PartMemory:
+        """Return what a policy rank holds: rows, cut over ``ranks`` as ``torch.chunk`` cuts."""
+        regions = {}
         for name, tensor in parameters.items():
             lo, hi = chunk_bounds(tensor.shape[0], ranks, rank)
-            part = tensor[lo:hi]
-            index = builder.add_storage(name, part.shape, dtype_name(part.dtype))
             rest = tuple(tensor.shape[1:])
-            builder.add(name, [HeldBox(index, Box((lo, *(0 for _ in rest)), (hi, *rest)))])
-            self._flats.append(part.reshape(-1))
-        self.table: RankTable = builder.build()
+            regions[name] = tensor[lo:hi], Box((lo, *(0 for _ in rest)), (hi, *rest))
+        return cls(manifest_of(parameters), regions)
+
+    @classmethod
+    def served(cls, whole: Parameters, served: Parameters, part: Part) -> PartMemory:
+        """Return what a rollout rank stores: a part of each parameter."""
+        regions = {name: (served[name], part.box(name, tensor.shape)) for name, tensor in whole.items()}
+        return cls(manifest_of(whole), regions)
 
     def storage(self, index: int) -> torch.Tensor:
         """Return the live memory of a part, flat."""
@@ -60,8 +73,11 @@ class RegionWorker(EngineWorker):
         """Make and prepare the engines, as `make` does; ``place``: rank of, and number of, policy ranks."""
         self._create(backend, bucket_bytes, settings, sides)
         for side, engine in self._engines.items():
-            held = (self.policy, *place) if side == "policy" else (self.served, 0, 1)
-            self._memory = PartMemory(*held)
+            self._memory = (
+                PartMemory.rows(self.policy, *place)
+                if side == "policy"
+                else PartMemory.served(self.policy, self.served, self.part)
+            )
             engine.use_memory(self._memory)
         return {side: engine.prepare() for side, engine in self._engines.items()}
 
@@ -69,7 +85,7 @@ class RegionWorker(EngineWorker):
         engine = self._engines["policy"]
         start = time.perf_counter()
         asyncio.run(engine.send_weights(WeightStream(self._memory.manifest, (), self._memory)))
-        return Stretch("policy", start, time.perf_counter(), phases_of(engine))
+        return Stretch("policy", start, time.perf_counter(), phases_of(engine), counts_of(engine))
 
 
 def manifest_of(parameters: Parameters) -> WeightManifest:

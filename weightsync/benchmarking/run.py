@@ -16,10 +16,11 @@ import torch
 
 from weightsync.benchmarking.baselines import FileTrial, GlooTrial
 from weightsync.benchmarking.crew import end_helpers
+from weightsync.benchmarking.nixl_read import ReadTrial
 from weightsync.benchmarking.ray_baseline import RayTrial
 from weightsync.benchmarking.shapes import SharedModel, model_bytes
 from weightsync.benchmarking.transports import Wish, transport_trials
-from weightsync.benchmarking.trial import BenchSettings, Measurement, Trial, measure
+from weightsync.benchmarking.trial import BenchSettings, Measurement, Trial, absent, measure
 
 Tell = Callable[[str], None]
 
@@ -38,6 +39,11 @@ class BenchResult:
         return model_bytes(self.settings.layers)
 
     @property
+    def stored_bytes(self) -> int:
+        """Bytes that a rollout rank serves: what the plain copy copies."""
+        return self.settings.stored_bytes
+
+    @property
     def copy_seconds(self) -> float | None:
         """Median of all plain copies; `None` if nothing has run."""
         copies = [seconds for each in self.measurements for seconds in each.copies]
@@ -51,7 +57,7 @@ class BenchResult:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
         seconds = self.copy_seconds
-        copy = {"seconds": seconds, "gb_per_s": self.nbytes / seconds / 1e9} if seconds else None
+        copy = {"seconds": seconds, "gb_per_s": self.stored_bytes / seconds / 1e9} if seconds else None
         return {
             "machine": self.machine,
             "settings": asdict(self.settings),
@@ -75,9 +81,14 @@ def run_benchmark(
     Raises:
         ConfigurationError: the settings are impossible, or a wish names no transport.
     """
-    trials, absent = transport_trials(wishes, settings)
+    trials, without = transport_trials(wishes, settings)
     if baselines:
-        trials = [GlooTrial(settings), FileTrial(settings), RayTrial(settings), *trials]
+        others: list[Trial] = [
+            GlooTrial(settings), FileTrial(settings), RayTrial(settings), ReadTrial(settings),
+        ]  # fmt: skip
+        cannot = [trial for trial in others if trial.whole_only and settings.rollout_tp > 1]
+        trials = [*(trial for trial in others if trial not in cannot), *trials]
+        without = [*without, *(absent(trial, "it moves whole parameters only") for trial in cannot)]
     with _ending_processes():
         tell(f"making {model_bytes(settings.layers) / 1e9:.3f} GB of random parameters")
         model = SharedModel(settings.layers)
@@ -85,7 +96,7 @@ def run_benchmark(
             measured = [_measured(trial, model, settings, tell) for trial in trials]
         finally:
             model.close()
-    return BenchResult(settings, machine(), [*measured, *absent])
+    return BenchResult(settings, machine(), [*measured, *without])
 
 
 def machine() -> dict[str, Any]:

@@ -14,6 +14,7 @@ from weightsync.benchmarking.shapes import ModelHandle
 from weightsync.benchmarking.trial import BenchSettings, Measurement, Trial, absent
 from weightsync.benchmarking.workers import EngineWorker, Stretch
 from weightsync.engines.base import CheckpointEngine
+from weightsync.engines.regions.engine import RegionEngine
 from weightsync.engines.registry import (
     create_checkpoint_engine,
     known_checkpoint_engines,
@@ -61,7 +62,9 @@ class EngineTrial(Trial):
         cls = resolve_checkpoint_engine(wish.transport)
         # An engine that must share a process with its peer gets one for each pair of ranks.
         self._together = "processes" in cls.lacks
-        self._by_regions = wish.topology == REGIONS
+        self._by_regions = self.exact = wish.topology == REGIONS
+        if self._by_regions and not issubclass(cls, RegionEngine):
+            raise ConfigurationError(f"{wish.transport} cannot refit by regions")
         self._engine = _engine_settings(cls, wish, settings)
 
     def refusal(self) -> str | None:
@@ -89,6 +92,7 @@ class EngineTrial(Trial):
             settings.policy_ranks,
             settings.rollout_ranks,
             threads=settings.threads,
+            tensor_parallel=settings.rollout_tp,
             together=self._together,
         )
 
@@ -119,6 +123,14 @@ class EngineTrial(Trial):
         done = list(chain.from_iterable(ask(crew.members, "refit")))
         ask(crew.members, "finish")
         return done
+
+    def connect_seconds(self, crew: Crew) -> dict[str, float]:
+        """Return what connecting took for what refits keep, by phase; the slowest rank's."""
+        found: dict[str, float] = {}
+        for seconds in ask(crew.members, "connect_seconds") if self._by_regions else ():
+            for phase, value in seconds.items():
+                found[phase] = max(value, found.get(phase, 0.0))
+        return found
 
     def end(self, crew: Crew) -> None:
         """Close the engines."""
@@ -169,7 +181,10 @@ def _trials_of(wish: Wish, settings: BenchSettings, *, required: bool) -> list[E
     if wish.topology or settings.topology:
         wish = Wish(wish.transport, wish.topology or settings.topology)
         return [EngineTrial(wish, settings, required=required)]
-    names = _distinct_topologies(resolve_checkpoint_engine(wish.transport), settings)
+    cls = resolve_checkpoint_engine(wish.transport)
+    names = _distinct_topologies(cls, settings)
+    if issubclass(cls, RegionEngine):
+        names.append(REGIONS)
     return [EngineTrial(Wish(wish.transport, name), settings, required=required) for name in names or [""]]
 
 

@@ -12,12 +12,15 @@ from statistics import median
 from typing import Any
 
 from weightsync.benchmarking.crew import Crew, spanned
-from weightsync.benchmarking.shapes import ModelHandle, model_bytes
+from weightsync.benchmarking.shapes import ModelHandle, Part, model_bytes
 from weightsync.benchmarking.workers import Stretch
-from weightsync.errors import DigestError, MissingDependencyError, WeightSyncError
+from weightsync.errors import DigestError, ManifestError, MissingDependencyError, WeightSyncError
 
 MIB = 1 << 20
 WARM_UPS = 2
+_RECEIVED = "bytes_moved"
+_COPIES = ("in_place", "staged", "whole")
+_ONCE = ("plan", "register", "prepare")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +38,13 @@ class BenchSettings:
     """Of torch, in each process."""
     topology: str = ""
     """The only one of the transports that name none; empty means all that fit."""
+    rollout_tp: int = 1
+    """Rollout ranks that share each parameter; 1 if each serves all of it."""
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that a rollout rank serves."""
+        return model_bytes(self.layers, Part(0, self.rollout_tp))
 
     @property
     def bucket_bytes(self) -> int:
@@ -51,6 +61,10 @@ class Trial(ABC):
     topology: str = ""
     required: bool = False
     """Whether it was asked for by name, so that not being able to run is a failure."""
+    exact: bool = False
+    """Whether a rollout rank is to receive just the bytes that it stores: anything else is a failure."""
+    whole_only: bool = False
+    """Whether rollout ranks have to serve whole parameters."""
 
     @abstractmethod
     def crew(self, model: ModelHandle) -> AbstractContextManager[Crew]:
@@ -62,6 +76,10 @@ class Trial(ABC):
     @abstractmethod
     def refit(self, crew: Crew, number: int) -> list[Stretch]:
         """Bring everything over once; returns every rank's part of it."""
+
+    def connect_seconds(self, crew: Crew) -> dict[str, float]:
+        """Return the seconds that connecting took for what refits keep, by phase, where that is known."""
+        return {}
 
     def end(self, crew: Crew) -> None:  # noqa: B027 - optional
         """Disconnect; not timed."""
@@ -77,7 +95,7 @@ class Measurement:
     unavailable: str = ""
     error: str = ""
     bytes: int = 0
-    """Of the model; each rollout rank receives so many."""
+    """Of what a rollout rank serves."""
     copies: list[float] = field(default_factory=list)
     """Seconds of the plain copies, each made right before the refit of the same place in ``refits``."""
     refits: list[float] = field(default_factory=list)
@@ -85,6 +103,23 @@ class Measurement:
     """Seconds by side and phase, medians; of several ranks, the slowest one's."""
     extra_bytes: int = 0
     """Peak memory of all processes above what they had before."""
+    connect_bytes: int = 0
+    """The same while they connected: agents, libraries, transfer buffers."""
+    refit_bytes: int = 0
+    """Peak memory while they refitted, above what they had when they were connected."""
+    received_bytes: list[int] = field(default_factory=list)
+    """By rollout rank, of one refit, padding included; empty where that is not counted."""
+    least_bytes: list[int] = field(default_factory=list)
+    """By rollout rank: what it serves."""
+    copies_by_bytes: dict[str, int] = field(default_factory=dict)
+    """Of all rollout ranks: read in place, through a transfer buffer, or as whole tensors in buckets."""
+    made_once: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Seconds to plan, register and prepare: in connecting, the first refit and, at most, a later one."""
+
+    @property
+    def receives_least(self) -> bool | None:
+        """Whether each rollout rank received just what it serves; `None` where that is not counted."""
+        return self.received_bytes == self.least_bytes if self.received_bytes else None
 
     @property
     def title(self) -> str:
@@ -121,7 +156,7 @@ class Measurement:
         found = asdict(self)
         if self.ran:
             found |= {"seconds": self.seconds, "gb_per_s": self.gb_per_s}
-            found |= {"ratio": self.ratio, "ratios": self.ratios}
+            found |= {"ratio": self.ratio, "ratios": self.ratios, "receives_least": self.receives_least}
         return found
 
 
@@ -131,9 +166,7 @@ def measure(
     """Measure one trial; a failure is part of the answer, never raised."""
     name: dict[str, Any] = {"kind": trial.kind, "name": trial.name, "topology": trial.topology}
     try:
-        return Measurement(
-            **name, bytes=model_bytes(settings.layers), **_measure(trial, model, settings, tell)
-        )
+        return Measurement(**name, bytes=settings.stored_bytes, **_measure(trial, model, settings, tell))
     except MissingDependencyError as error:
         return absent(trial, error.message)
     except Exception as error:  # noqa: BLE001 - one transport's failure must not take the others' figures
@@ -161,6 +194,8 @@ def _measure(
         crew.copy()  # so that every page is there
         crew.mark()
         trial.begin(crew)
+        connecting = crew.extra_memory()
+        crew.mark_connected()
         for number in range(1, WARM_UPS + settings.repeats + 1):
             crew.wipe()
             copies.append(crew.copy())
@@ -169,14 +204,27 @@ def _measure(
             refits.append(trial.refit(crew, number))
             tell(f"refit {number} of {WARM_UPS + settings.repeats}, {time.perf_counter() - started:.2f} s")
             _require_arrival(crew, number)
-        extra = crew.extra_memory()
+        received = _received(refits)
+        least = crew.least_bytes()
+        if trial.exact and any(each != least for each in received):
+            raise ManifestError(f"rollout ranks received {received[-1]} bytes, and serve {least}")
+        memory = {
+            "extra_bytes": crew.extra_memory(),
+            "connect_bytes": connecting,
+            "refit_bytes": crew.refit_memory(),
+        }
+        once = trial.connect_seconds(crew)
         trial.end(crew)
     kept = refits[WARM_UPS:]
     return {
+        **memory,
+        "received_bytes": received[-1],
+        "least_bytes": least,
+        "copies_by_bytes": _copies(kept[-1]),
+        "made_once": _made_once(once, refits),
         "copies": copies[WARM_UPS:],
         "refits": [spanned(each) for each in kept],
         "phases": _phases(kept),
-        "extra_bytes": extra,
     }
 
 
@@ -186,6 +234,45 @@ def _require_arrival(crew: Crew, number: int) -> None:
         raise DigestError(
             f"after refit {number}, rollout rank {wrong[0]} serves other bytes than the policy has"
         )
+
+
+def _received(refits: Iterable[list[Stretch]]) -> list[list[int]]:
+    """Return the bytes that each rollout rank received, refit by refit."""
+    return [
+        [
+            int(each.counts[_RECEIVED])
+            for each in stretches
+            if each.side == "rollout" and _RECEIVED in each.counts
+        ]
+        for stretches in refits
+    ]
+
+
+def _copies(stretches: Iterable[Stretch]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for each in stretches:
+        for kind in _COPIES:
+            if each.side == "rollout" and f"bytes_{kind}" in each.counts:
+                found[kind] = found.get(kind, 0) + int(each.counts[f"bytes_{kind}"])
+    return found
+
+
+def _made_once(connecting: dict[str, float], refits: list[list[Stretch]]) -> dict[str, dict[str, float]]:
+    """Return the seconds of the slowest rank by phase, of transports that tell of them."""
+    if not connecting:
+        return {}
+
+    def most(phase: str, some: Iterable[list[Stretch]]) -> float:
+        return max((each.phases.get(phase, 0.0) for stretches in some for each in stretches), default=0.0)
+
+    return {
+        phase: {
+            "connecting": connecting.get(phase, 0.0),
+            "first": most(phase, refits[:1]),
+            "later": most(phase, refits[1:]),
+        }
+        for phase in _ONCE
+    }
 
 
 def _phases(refits: Iterable[list[Stretch]]) -> dict[str, dict[str, float]]:

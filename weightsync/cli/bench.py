@@ -13,7 +13,7 @@ from rich.console import Console
 from weightsync.benchmarking.plot import require_matplotlib, save_plot
 from weightsync.benchmarking.report import print_result
 from weightsync.benchmarking.run import run_benchmark
-from weightsync.benchmarking.shapes import LAYERS
+from weightsync.benchmarking.shapes import LAYERS, Part, parameter_shapes
 from weightsync.benchmarking.transports import Wish
 from weightsync.benchmarking.trial import BenchSettings
 from weightsync.engines.sampling import MODES
@@ -29,8 +29,8 @@ def bench(
     transports: Annotated[
         str | None,
         typer.Option(
-            help="What to measure, with commas: nixl, nixl:ring, ipc:star, my_pkg.refit:MyEngine. Default: "
-            "every transport that can run here, in each of its topologies that fits the ranks.",
+            help="What to measure, with commas: nixl, nixl:regions, ipc:star, my_pkg.refit:MyEngine. "
+            "Default: every transport that can run here, in each of its topologies that fits the ranks.",
             show_default=False,
         ),
     ] = None,
@@ -40,6 +40,9 @@ def bench(
     ] = None,
     policy_ranks: Annotated[int, typer.Option(min=1, help="Number of policy processes.")] = 1,
     rollout_ranks: Annotated[int, typer.Option(min=1, help="Number of rollout processes.")] = 1,
+    rollout_tp: Annotated[
+        int, typer.Option(min=1, help="Rollout processes that share each parameter, as tensor parallel ones.")
+    ] = 1,
     repeats: Annotated[int, typer.Option(min=1, help="Timed refits of each.")] = 5,
     bucket_mib: Annotated[int, typer.Option(min=1, help="MiB of each transfer buffer.")] = 8,
     verify: Annotated[
@@ -68,6 +71,7 @@ def bench(
         layers=layers,
         policy_ranks=policy_ranks,
         rollout_ranks=rollout_ranks,
+        rollout_tp=_dividing(rollout_tp, rollout_ranks),
         repeats=repeats,
         bucket_mib=bucket_mib,
         verify=verify,
@@ -90,6 +94,13 @@ def bench(
         save_plot(png, result)
     if result.failed:
         raise typer.Exit(1)
+
+
+def _dividing(rollout_tp: int, rollout_ranks: int) -> int:
+    if rollout_ranks % rollout_tp:
+        raise ConfigurationError(f"--rollout-tp {rollout_tp} must divide --rollout-ranks {rollout_ranks}")
+    parameter_shapes(1, Part(0, rollout_tp))
+    return rollout_tp
 
 
 def _known_topology(name: str | None) -> str:
