@@ -20,11 +20,23 @@ from weightsync.errors import DeadlineError, PeerAbortedError, TransportError
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(60)]
 
 
+class Hang(threading.Event):
+    """Set, it lets those go on that it holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.began = threading.Event()
+
+    def hold(self):
+        self.began.set()
+        self.wait(30)
+
+
 @pytest.fixture
 def hang(monkeypatch):
     """Reads that hang until the event is set."""
-    go_on = threading.Event()
-    monkeypatch.setattr(NixlTransport, "fetch", lambda *_, **__: go_on.wait(30))
+    go_on = Hang()
+    monkeypatch.setattr(NixlTransport, "fetch", lambda *_, **__: go_on.hold())
     monkeypatch.setattr(pump, "_JOIN_S", 0.3)
     monkeypatch.setattr(pump, "_MARGIN_S", 0.2)
     yield go_on
@@ -56,7 +68,7 @@ def test_a_read_that_never_returns_ends_the_refit_with_both_reasons(stuck):
 def test_the_reason_of_a_failed_sender_is_heard_although_a_read_never_returns(hang):
     def broken():
         yield from some_weights(count=5)
-        time.sleep(0.3)
+        assert hang.began.wait(10)
         raise ValueError("the stream broke")
 
     with Crew(stall_s=60) as crew:
