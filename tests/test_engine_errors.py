@@ -848,8 +848,12 @@ def test_the_whole_refit_has_a_deadline():
 # Several ranks.
 
 
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize("failing", [0, 1, 2])
-@pytest.mark.parametrize("at", [0, 6, 12])
+@pytest.mark.parametrize("at", [slow(0), 6, slow(12)])
 def test_one_rank_s_stream_raises_and_all_ranks_stop(failing, at):
     with Crew(3, 2) as crew:
         streams = [plain(some_weights()) for _ in range(3)]
@@ -866,7 +870,7 @@ def test_one_rank_s_stream_raises_and_all_ranks_stop(failing, at):
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize("at", [0, 2, 6])
+@pytest.mark.parametrize("at", [slow(0), 2, slow(6)])
 def test_one_receiver_raises_and_all_ranks_stop(failing, at):
     with Crew(3, 2) as crew:
         fails = failing_consumer(at, ValueError("load failed"), tell=True)

@@ -242,7 +242,10 @@ def test_digests_above_63_bits_travel(crew):
 
 
 @pytest.mark.parametrize("manifest", [False, True], ids=["generator", "manifest"])
-@pytest.mark.parametrize(("policy", "rollout"), [(1, 1), (3, 1), (4, 2), (2, 2), (3, 2)])
+@pytest.mark.parametrize(
+    ("policy", "rollout"),
+    [(1, 1), (3, 1), (2, 2), *(pytest.param(n, 2, marks=pytest.mark.slow) for n in (3, 4))],
+)
 def test_topologies(policy, rollout, manifest):
     sent = [*layouts(), *scalars_and_empties(), *some_weights()]
     with Crew(policy, rollout) as crew:
