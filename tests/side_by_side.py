@@ -8,13 +8,10 @@ from pathlib import Path
 from xdist.scheduler import LoadScopeScheduling
 
 ROOT = Path(__file__).parent.parent
-VLLM = "vLLM"
+VLLM, VLLM_IN_RAY = "vLLM", "vLLM in Ray"
 LONGEST = (
     "test_rollout_vllm",
     "test_verify",
-    "test_demo_run",
-    "test_colocated",
-    "test_ipc_vllm",
     "test_conformance",
     "test_deadlines_stalls",
     "test_engine_faults",
@@ -25,20 +22,22 @@ LONGEST = (
     "test_drills",
     "test_synchronizer",
     "test_engine_collectives",
+    "test_regions_engine",
     "test_engine_kimi",
 )
-"""Files that begin first, so that no worker is left with a long one at the end."""
+"""Files that begin first, each with its group, so that no worker is left with a long one at the end."""
 
 
 class Scheduling(LoadScopeScheduling):
     """The tests of a class, or of a file outside of classes, share fixtures and stay in one worker.
 
-    Those that start a real vLLM stay in one together: each takes all cores, and gigabytes.
+    Those that start a real vLLM, which takes all cores and gigabytes, are two such groups: at most two run at
+    a time.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         file, *within = nodeid.partition("[")[0].split("::")
-        return VLLM if _starts_vllm(file) else "::".join((file, *within[:-1]))
+        return _vllms_of(file) or "::".join((file, *within[:-1]))
 
 
 def longest_first(path: Path) -> int:
@@ -47,5 +46,9 @@ def longest_first(path: Path) -> int:
 
 
 @cache
-def _starts_vllm(file: str) -> bool:
-    return "mark.vllm" in (ROOT / file).read_text(encoding="utf-8")
+def _vllms_of(file: str) -> str:
+    """Return which group of tests of vLLM those of a file belong to, if any of them is one."""
+    code = (ROOT / file).read_text(encoding="utf-8")
+    if "mark.vllm" not in code:
+        return ""
+    return VLLM_IN_RAY if "mark.ray" in code else VLLM

@@ -29,7 +29,7 @@ sys.stdin.read()
         ("tests/test_tensors.py::test_a", "tests/test_tensors.py"),
         ("tests/test_tensors.py::test_a[b::c-1]", "tests/test_tensors.py"),
         ("tests/test_conformance.py::TestIPC::test_a[x]", "tests/test_conformance.py::TestIPC"),
-        ("tests/test_verify.py::test_a", side_by_side.VLLM),
+        ("tests/test_verify.py::test_a", side_by_side.VLLM_IN_RAY),
         ("tests/test_ipc_vllm.py::test_a", side_by_side.VLLM),
     ],
 )
