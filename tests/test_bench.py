@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import psutil
@@ -19,8 +20,10 @@ from weightsync.benchmarking import shapes
 from weightsync.benchmarking.baselines import plan_buckets
 from weightsync.benchmarking.crew import Crew
 from weightsync.benchmarking.memory import MemoryUse, mark_memory, memory_since, together
+from weightsync.benchmarking.nixl_read import ReadTrial, ReadWorker
+from weightsync.benchmarking.regions import PartMemory, RegionWorker
 from weightsync.benchmarking.run import BenchResult, machine
-from weightsync.benchmarking.shapes import SharedModel, model_bytes, parameter_shapes
+from weightsync.benchmarking.shapes import Part, SharedModel, model_bytes, parameter_shapes
 from weightsync.benchmarking.transports import Wish, transport_trials
 from weightsync.benchmarking.trial import BenchSettings, Measurement, Trial, measure
 from weightsync.benchmarking.workers import Holder, Stretch
@@ -49,8 +52,8 @@ def small_model(monkeypatch):
 class LocalMember:
     """A holder in this process, asked as one in another."""
 
-    def __init__(self, model, side: str) -> None:
-        self.holder = Holder(model, (side,), 1)
+    def __init__(self, model, side: str, part: Part = Part(), holder: type[Holder] = Holder) -> None:
+        self.holder = holder(model, (side,), 1, part)
 
     def start(self, method: str, *args) -> None:
         self.value = getattr(self.holder, method)(*args)
@@ -71,6 +74,21 @@ class FakeTrial(Trial):
 
     def refit(self, crew, number):
         return self.act(crew.rollout[0].holder, number)
+
+
+class HalvesTrial(FakeTrial):
+    """Two tensor-parallel rollout ranks."""
+
+    exact = True
+
+    @contextmanager
+    def crew(self, model):
+        parts = [Part(0, 2), Part(1, 2)]
+        rollout = [LocalMember(model, "rollout", part) for part in parts]
+        yield Crew([LocalMember(model, "policy")], rollout, parts=parts)
+
+    def refit(self, crew, number):
+        return self.act([member.holder for member in crew.rollout], number)
 
 
 def copied(holder: Holder, number: int) -> list[Stretch]:
@@ -138,7 +156,106 @@ def test_a_refit_lasts_from_the_first_beginning_to_the_last_end(small_model) -> 
     assert measured.ratio == pytest.approx(sorted(measured.copies)[1] / 2.0)
 
 
+def test_a_tensor_parallel_rank_serves_its_part_of_each_parameter(small_model) -> None:
+    whole, served = small_model.attach(), Holder(small_model, ("rollout",), 1, Part(1, 2))
+    served.load(iter(whole.items()))
+    for name, rows, columns in (
+        ("mlp.gate_proj.weight", slice(1536, None), slice(None)),
+        ("mlp.down_proj.weight", slice(None), slice(1536, None)),
+        ("self_attn.o_proj.weight", slice(None), slice(1024, None)),
+        ("self_attn.k_proj.weight", slice(512, None), slice(None)),
+    ):
+        full = f"model.layers.0.{name}"
+        assert torch.equal(served.served[full], whole[full][rows, columns])
+    assert torch.equal(served.served["model.norm.weight"], whole["model.norm.weight"])
+    norms = sum(t.nbytes for name, t in whole.items() if name.endswith("norm.weight"))
+    assert (
+        served.stored_bytes()
+        == (model_bytes(1) + norms) // 2
+        == settings(layers=1, rollout_tp=2).stored_bytes
+    )
+    with pytest.raises(ConfigurationError, match="3 tensor-parallel ranks do not divide"):
+        parameter_shapes(1, Part(0, 3))
+
+
+def test_what_ranks_hold_and_store_tells_of_each_element_once(small_model) -> None:
+    whole = small_model.attach()
+    held = [PartMemory.rows(whole, rank, 3) for rank in range(3)]
+    parts = [Part(rank, 2) for rank in range(2)]
+    stored = [PartMemory.served(whole, shapes.new_parameters(1, part), part) for part in parts]
+    norms = sum(t.nbytes for name, t in whole.items() if name.endswith("norm.weight"))
+    for memories, replicated in ((held, 0), (stored, norms)):
+        assert sum(s.nbytes for m in memories for s in m.table.storages) == model_bytes(1) + replicated
+    index = [storage.name for storage in held[2].table.storages].index("model.embed_tokens.weight")
+    assert torch.equal(held[2].storage(index), whole["model.embed_tokens.weight"][342:].reshape(-1))
+
+
+def test_bytes_copies_and_what_is_made_once_are_counted_by_rank(small_model) -> None:
+    def act(holders, number):
+        stretches = [Stretch("policy", 0.0, 1.0, {"register": 0.25 / number}, {"bytes_moved": 1.0})]
+        for holder in holders:
+            holder.copy()
+            counts = {"bytes_moved": holder.stored_bytes(), "bytes_in_place": 10, "bytes_staged": 2}
+            stretches.append(Stretch("rollout", 0.0, 1.0, {"plan": 0.5 if number == 1 else 0.0}, counts))
+        return stretches
+
+    trial = HalvesTrial(act)
+    trial.connect_seconds = lambda crew: {"plan": 2.0}
+    measured = measure(trial, small_model, settings(layers=1), lambda text: None)
+    assert measured.error == ""
+    assert (
+        measured.received_bytes
+        == measured.least_bytes
+        == [Holder.stored_bytes(h) for h in halves(small_model)]
+    )
+    assert measured.receives_least
+    assert measured.copies_by_bytes == {"in_place": 20, "staged": 4}
+    assert measured.made_once == {
+        "plan": {"connecting": 2.0, "first": 0.5, "later": 0.0},
+        "register": {"connecting": 0.0, "first": 0.25, "later": 0.125},
+        "prepare": {"connecting": 0.0, "first": 0.0, "later": 0.0},
+    }
+
+
+def halves(model) -> list[Holder]:
+    return [Holder(model, ("rollout",), 1, Part(rank, 2)) for rank in range(2)]
+
+
+def test_a_byte_more_than_is_stored_is_a_failure_where_only_parts_are_read(small_model) -> None:
+    def act(holders, number):
+        for holder in holders:
+            holder.copy()
+        return [Stretch("rollout", 0.0, 1.0, {}, {"bytes_moved": h.stored_bytes() + number}) for h in holders]
+
+    measured = measure(HalvesTrial(act), small_model, settings(), lambda text: None)
+    assert "received" in measured.error
+    assert not measured.ran
+
+
+def test_memory_of_connecting_and_of_refits_is_told_apart(small_model) -> None:
+    holder = Holder(small_model, ("rollout",), 1)
+    holder.mark()
+    connected = torch.ones(48 * MIB, dtype=torch.uint8)
+    holder.mark_connected()
+    taken = torch.ones(96 * MIB, dtype=torch.uint8)
+    del taken
+    assert 90 * MIB <= holder.refit_memory().extra <= 110 * MIB
+    assert 138 * MIB <= holder.memory().extra <= 160 * MIB
+    assert int(connected[0]) == 1
+
+
 # Failures.
+
+
+def test_a_wrong_byte_of_one_rank_s_part_is_a_failure(small_model) -> None:
+    def act(holders, number):
+        for holder in holders:
+            holder.copy()
+        holders[1].served["model.layers.0.mlp.down_proj.weight"].view(torch.uint8)[5, 9] ^= 1
+        return [Stretch("rollout", 0.0, 1.0, {}, {"bytes_moved": h.stored_bytes()}) for h in holders]
+
+    measured = measure(HalvesTrial(act), small_model, settings(), lambda text: None)
+    assert "after refit 1, rollout rank 1 serves other bytes" in measured.error
 
 
 def test_a_missing_byte_is_a_failure(small_model) -> None:
@@ -185,6 +302,7 @@ def test_a_package_that_is_missing_is_a_failure_only_where_it_was_asked_for(
     ("text", "wish"),
     [
         ("nixl", Wish("nixl")),
+        ("nixl:regions", Wish("nixl", "regions")),
         (" ipc:star ", Wish("ipc", "star")),
         ("my_pkg.refit:MyEngine", Wish("my_pkg.refit:MyEngine")),
         ("my_pkg.refit:MyEngine:ring", Wish("my_pkg.refit:MyEngine", "ring")),
@@ -199,9 +317,15 @@ def test_topologies_with_the_same_connections_are_measured_once() -> None:
         trials, _ = transport_trials([Wish("nixl")], settings(policy_ranks=policy, rollout_ranks=rollout))
         return [trial.topology for trial in trials]
 
-    assert names(1, 1) == ["pairs"]
-    assert names(1, 3) == ["star", "ring", "tree"]
-    assert names(2, 2) == ["pairs", "star", "ring", "stripes"]
+    assert names(1, 1) == ["pairs", "regions"]
+    assert names(1, 3) == ["star", "ring", "tree", "regions"]
+    assert names(2, 2) == ["pairs", "star", "ring", "stripes", "regions"]
+
+
+def test_a_transport_that_cannot_read_regions_says_so() -> None:
+    trials, without = transport_trials([Wish("ipc", "regions")], settings())
+    assert trials == []
+    assert "ipc cannot refit by regions" in without[0].error
 
 
 def test_what_cannot_run_here_says_why() -> None:
@@ -248,7 +372,8 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_run_prints_json_and_draws(tmp_path) -> None:
     picture, file = tmp_path / "bench.png", tmp_path / "out" / "bench.json"
     done = bench(
-        "--transports", "nixl:ring,ipc,tests.bench_engines:FlippingCheckpointEngine", "--rollout-ranks", "2",
+        "--transports", "nixl:ring,ipc,nixl:regions,tests.bench_engines:FlippingCheckpointEngine",
+        "--rollout-ranks", "2", "--rollout-tp", "2",
         "--topology", "star", "--no-baselines", "--json", "--json-file", str(file), "--png", str(picture),
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
@@ -256,7 +381,7 @@ def test_a_run_prints_json_and_draws(tmp_path) -> None:
     assert json.loads(file.read_text()) == result
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert result["bytes"] == model_bytes(1)
-    nixl, ipc, flipping = result["measurements"]
+    nixl, ipc, regions, flipping = result["measurements"]
     assert (nixl["name"], nixl["topology"]) == ("nixl", "ring")
     assert (ipc["name"], ipc["topology"]) == ("ipc", "star")
     for each in (nixl, ipc):
@@ -265,7 +390,69 @@ def test_a_run_prints_json_and_draws(tmp_path) -> None:
         assert {"pack", "wait"} <= set(each["phases"]["policy"])
         assert {"receive", "fetch", "load"} <= set(each["phases"]["rollout"])
         assert 2 * MIB <= each["extra_bytes"] < 3 * model_bytes(1)
+        assert each["received_bytes"] == [model_bytes(1)] * 2
+        assert not each["receives_least"]
+    assert regions["error"] == ""
+    assert regions["received_bytes"] == regions["least_bytes"] == [regions["bytes"]] * 2
+    assert regions["receives_least"]
+    assert regions["bytes"] < 0.51 * model_bytes(1)
+    assert regions["made_once"]["register"]["later"] == regions["made_once"]["plan"]["later"] == 0.0
+    assert (
+        regions["refit_bytes"] < regions["extra_bytes"] <= regions["connect_bytes"] + regions["refit_bytes"]
+    )
     assert "serves other bytes than the policy has" in flipping["error"]
+
+
+@pytest.mark.nixl
+def test_a_refit_by_regions_receives_what_is_stored_and_makes_its_plan_once(small_model) -> None:
+    """In this process: 2 policy ranks with half of the rows each, 2 tensor-parallel rollout ranks."""
+    chosen = settings(layers=1, policy_ranks=2, rollout_ranks=2, rollout_tp=2)
+    (trial,), _ = transport_trials([Wish("nixl", "regions")], chosen)
+    trial.crew = lambda model: threads_of(model, chosen)
+    measured = measure(trial, small_model, chosen, lambda text: None)
+    assert measured.error == ""
+    assert measured.received_bytes == measured.least_bytes == [chosen.stored_bytes] * 2
+    assert sum(measured.copies_by_bytes.values()) == 2 * chosen.stored_bytes
+    assert measured.copies_by_bytes["whole"] == 0
+    # Columns are cut into runs that are packed; the rest is read from parameter to parameter.
+    packed = 2 * (1024 * 3072 + 1024 * 2048)
+    assert measured.copies_by_bytes["staged"] == packed
+    assert measured.made_once["plan"]["connecting"] > 0
+    assert measured.made_once["register"]["first"] > 0
+    assert measured.made_once["plan"]["later"] == measured.made_once["register"]["later"] == 0.0
+    assert {"pack", "wait"} <= set(measured.phases["policy"])
+    assert {"fetch", "verify"} <= set(measured.phases["rollout"])
+
+
+class ThreadMember:
+    """A holder that does each thing in a thread, so that ranks in one process wait for each other."""
+
+    def __init__(self, model, side: str, part: Part) -> None:
+        self.holder = RegionWorker(model, (side,), 1, part)
+
+    def start(self, method: str, *args) -> None:
+        self.pending = ThreadPoolExecutor(1).submit(getattr(self.holder, method), *args)
+
+    def result(self):
+        return self.pending.result(timeout=60)
+
+
+@contextmanager
+def threads_of(model, chosen: BenchSettings):
+    parts = [Part(rank, chosen.rollout_tp) for rank in range(chosen.rollout_ranks)]
+    policy = [ThreadMember(model, "policy", Part()) for _ in range(chosen.policy_ranks)]
+    yield Crew(policy, [ThreadMember(model, "rollout", part) for part in parts], parts=parts)
+
+
+@pytest.mark.nixl
+def test_a_bare_read_brings_everything(small_model) -> None:
+    trial = ReadTrial(settings(layers=1))
+    policy, rollout = (LocalMember(small_model, side, holder=ReadWorker) for side in ("policy", "rollout"))
+    trial.crew = lambda model: nullcontext(Crew([policy], [rollout]))
+    measured = measure(trial, small_model, settings(layers=1), lambda text: None)
+    assert measured.error == ""
+    assert measured.received_bytes == measured.least_bytes == [model_bytes(1)]
+    assert measured.phases["rollout"]["fetch"] == measured.seconds > 0
 
 
 @pytest.mark.exhaustive
@@ -273,9 +460,10 @@ def test_a_run_prints_json_and_draws(tmp_path) -> None:
 @pytest.mark.nixl
 @pytest.mark.ray
 def test_the_baselines_run_and_are_shown_as_a_table() -> None:
-    done = bench("--transports", "naive")
+    done = bench("--transports", "naive,nixl:regions")
     assert done.returncode == 0, done.stdout + done.stderr
-    for title in ("one plain copy", "gloo by hand", "safetensors file", "Ray direct", "naive"):
+    others = ("gloo by hand", "safetensors file", "Ray direct", "bare NIXL read")
+    for title in ("one plain copy", *others, "naive", "nixl regions"):
         assert title in done.stdout
     assert "FAILED" not in done.stdout
 
