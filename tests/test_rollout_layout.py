@@ -166,6 +166,20 @@ def test_parameters_that_insist_on_memory():
     assert "scaled" in [each.name for each in layout.table.storages]
 
 
+def test_tables_that_lie_beside_the_tensors_are_read():
+    class Choosing(Straight):
+        def load_weights(self, weights):
+            for name, tensor in weights:
+                order = torch.tensor([5, 2], device="cpu")[1:].to(tensor.device)
+                rows = int(order[0]) if name == "embed" else 0
+                super().load_weights(
+                    [(name, tensor)] if rows == 0 else [(name, torch.cat([tensor] * rows)[:14])]
+                )
+
+    layout = layout_of(Choosing(), manifest_of(STRAIGHT))
+    assert layout.table.whole == {"embed": "embed: its values are computed, not copied"}
+
+
 def test_what_shares_a_parameter_goes_whole_together():
     class Doubling(Straight):
         def load_weights(self, weights):

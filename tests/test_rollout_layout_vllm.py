@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 from contextlib import contextmanager
+from importlib.util import find_spec
 from itertools import product
 
 import pytest
 import torch
+
+if find_spec("vllm") is None:
+    pytest.skip("needs vLLM", allow_module_level=True)
 
 from tests.rollout_engines import fused_experts
 from tests.table_oracle import differences
@@ -54,6 +58,10 @@ MODELS = {
     },
     "olmo2": {**OTHERS, "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "pad_token_id": 0},
     "starcoder2": {**OTHERS, "architectures": ["Starcoder2ForCausalLM"], "model_type": "starcoder2"},
+    "llama4": {
+        **SIZES, "architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text", "num_local_experts": 4,
+        "num_experts_per_tok": 1, "intermediate_size_mlp": 128, "head_dim": 16,
+    },
     "gpt oss": {
         **OTHERS, "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 4,
         "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 128, "pad_token_id": 0,
@@ -208,6 +216,16 @@ def test_what_cannot_move_by_regions(tmp_path, name, whole, reason, sizes):
         found.update(layout.table.whole)
     assert set(found) == {spec.name for spec in manifest.tensors if spec.name.endswith(whole)}
     assert {each.split(": ", 1)[1] for each in found.values()} == ({reason} if reason else set())
+
+
+def test_loaders_that_choose_experts_themselves(tmp_path):
+    """This one reads the numbers of its experts where the tensors are, which have no values there."""
+    manifest, sizes = tensors_of("llama4", tmp_path), {"tp": 2, "expert_parallel": True}
+    for layout, _ in matching("llama4", sizes, manifest, random_weights(manifest)):
+        assert {name for name in layout.table.whole if ".experts." in name} == {
+            spec.name for spec in manifest.tensors if ".experts." in spec.name
+        }
+        assert len(layout.table.storages) > 10
 
 
 def test_experts_that_are_transposed_are_refused(tmp_path):

@@ -62,8 +62,6 @@ def rank_layout(
     """
     if sharding not in _SHARDINGS:
         raise ConfigurationError(f"shard_weights must be one of {', '.join(_SHARDINGS)}, not {sharding!r}")
-    if report.manifest is None:
-        raise ConfigurationError("this report is of no manifest: try one first")
     sketch = _Sketch(report, parameters)
     if sharding == "experts":
         sketch.leave_to_others(report.experts)

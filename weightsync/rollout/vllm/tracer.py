@@ -55,6 +55,7 @@ class LoadTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, tensor in targets:
             self._targets.setdefault(_storage(tensor), name)
         self._sources = {_storage(tensor): name for name, tensor in sources}
+        self._values: dict[int, torch.Tensor] = {}
         self._derived: dict[int, frozenset[str]] = {}
         self._alive: list[torch.Tensor] = []
 
@@ -63,13 +64,31 @@ class LoadTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run the operation, then note what it wrote."""
         kwargs = kwargs or {}
-        out = args[0] if _lacks_memory(func, args) else func(*args, **kwargs)
+        out = self._run(func, args, kwargs)
         changed = list(_written(func, args, kwargs))
         if changed:
             self._note_writes(func, changed, args, kwargs)
         else:
             self._note_outputs(out, (args, kwargs))
         return out
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _lacks_memory(func, args):
+            return args[0]
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            args = (self._values_of(args[0]), *args[1:])
+        out = func(*args, **kwargs)
+        if func is torch.ops.aten._to_copy.default and out.is_meta and not args[0].is_meta:
+            # Loaders move small tables, as of the experts of a rank, beside the tensors, and read them there.
+            self._values[_storage(out)] = args[0].contiguous()
+            self._alive.append(out)
+        return out
+
+    def _values_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        values = self._values.get(_storage(tensor))
+        if values is None:
+            return tensor
+        return values.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def note_replaced(self, targets: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Note the targets that were given other memory instead of being written to, once all is loaded."""
