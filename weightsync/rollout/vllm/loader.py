@@ -21,6 +21,7 @@ from weightsync.rollout.vllm.layout import rank_layout
 from weightsync.rollout.vllm.trial import TrialModel
 from weightsync.tensors import MAX_NAMES_SHOWN, WeightManifest, list_names
 
+_FUSED_EXPERTS = ("*.experts.gate_up_proj", "*.experts.down_proj")
 _HARMLESS = ("*rotary_emb.inv_freq", "*rotary_emb.cos_cached", "*rotary_emb.sin_cached")
 
 
@@ -236,8 +237,12 @@ def _refuse(what: str, reasons: dict[str, str]) -> None:
         return
     shown = [f"{name!r} ({why})" for name, why in list(reasons.items())[:MAX_NAMES_SHOWN]]
     more = len(reasons) - len(shown)
+    fused = any(_matches(name, _FUSED_EXPERTS) for name in reasons)
+    hint = (
+        "; experts that the policy keeps fused are sent one by one with split_experts=True" if fused else ""
+    )
     raise ManifestError(
-        f"{what}: {', '.join(shown)}" + (f" and {more} more" if more else ""),
+        f"{what}: {', '.join(shown)}" + (f" and {more} more" if more else "") + hint,
         tensor=next(iter(reasons)),
         phase="manifest",
     )
