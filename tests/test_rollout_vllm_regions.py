@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.test_rollout_vllm import run_group
-from tests.vllm_region_scenario import KINDS
+from tests.vllm_region_scenario import KINDS, OTHERS
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -84,3 +84,15 @@ def test_layers_that_compute_with_what_is_loaded_are_all_written_in_place(seen):
 
 def test_experts_are_written_in_place_with_triton_kernels_only(seen):
     assert seen["qwen3-unpacked"]["experts"] == {"TRITON": [True, False]}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", OTHERS)
+def test_models_with_biases_and_with_latent_attention(tmp_path, kind):
+    seen = run_group(kind, tmp_path, module=MODULE)[0][kind]
+    assert seen["changed"]
+    assert seen["oracle"]
+    refits = [*REFITS, *(["experts"] if kind == "dsv3" else [])]
+    assert {name: seen[name]["same"] for name in refits} == {name: [True, True] for name in refits}
+    assert seen["pending"] == 0
+    assert seen["all"]["told"] == {"whole": {}, "unread": []}

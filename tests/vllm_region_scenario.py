@@ -134,13 +134,58 @@ def exact_answer(host):
     return [[list(d.token_ids), [next(iter(s.values())).logprob for s in d.logprobs]] for d in done]
 
 
+def other_checkpoint(kind, root, seed):
+    """Save a model with biases (``qwen2``), or with MLA and a router's correction bias (``dsv3``)."""
+    import torch
+    import transformers
+
+    path = Path(root) / f"{kind}-s{seed}"
+    if path.exists():
+        return str(path)
+    torch.manual_seed(seed)
+    common = {
+        "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "max_position_embeddings": 512, "tie_word_embeddings": False,
+        "initializer_range": 0.08,
+    }  # fmt: skip
+    if kind == "qwen2":
+        config = transformers.Qwen2Config(**common, num_key_value_heads=2)
+        network = transformers.Qwen2ForCausalLM(config)
+    else:
+        config = transformers.DeepseekV3Config(
+            **common, num_key_value_heads=4, moe_intermediate_size=64, n_shared_experts=1, n_routed_experts=4,
+            num_experts_per_tok=2, n_group=1, topk_group=1, routed_scaling_factor=1.0, kv_lora_rank=512,
+            q_lora_rank=64, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32, first_k_dense_replace=1,
+            topk_method="noaux_tc", scoring_func="sigmoid", norm_topk_prob=True,
+        )  # fmt: skip
+        network = transformers.DeepseekV3ForCausalLM(config)
+    with torch.no_grad():
+        for name, tensor in (*network.named_parameters(), *network.named_buffers()):
+            if name.endswith("bias"):
+                tensor.normal_(0, 0.1)
+    network.to(torch.bfloat16).save_pretrained(path)
+    return str(path)
+
+
+def begin(model, root, **options):
+    """Return a host on the first of two checkpoints, and both."""
+    if model not in ("qwen2", "dsv3"):
+        one, two = (checkpoint(root, model, seed, **options) for seed in (1, 2))
+        return make_host(one), one, two
+    one, two = (other_checkpoint(model, root, seed) for seed in (1, 2))
+    return (
+        make_host(one, **({"attention_config": {"backend": "CPU_MLA"}} if model == "dsv3" else {})),
+        one,
+        two,
+    )
+
+
 def scenario(kind, root):
     model, _, rest = kind.partition("-")
     if rest == "unpacked":
         return unpacked(model, root)
     options = {"vocab_size": 500} if rest == "padded" else {}
-    one, two = (checkpoint(root, model, seed, **options) for seed in (1, 2))
-    host = make_host(one)
+    host, one, two = begin(model, root, **options)
     refits = Refits(host)
     refits.connect(one)
     start = refits.served()
@@ -161,10 +206,11 @@ def scenario(kind, root):
     judged("whole_after", two, None)
     judged("staged", one, "all", staged=True)
     layer = "model.layers.0.self_attn."
-    policy = [layer + "q_proj.weight", layer + "k_proj.weight", layer + "v_proj.weight", "model.norm.weight"]
+    policy = ["model.norm.weight", layer + "o_proj.weight"]
+    policy += [f"{layer}{part}_proj.{what}" for part in "qkv" for what in ("weight", "bias")]
     judged("partly_whole", two, "auto", also_whole=policy)
     judged("cast", one, "all", dtype="float32")
-    if model == "qwen3moe":
+    if model in ("qwen3moe", "dsv3"):
         judged("experts", two, "experts")
     seen["failed"] = refits.fail(one, "all", fail_at=9)
     judged("healed", one, "all")
@@ -182,14 +228,13 @@ def unpacked(model, root):
 
     from weightsync.rollout.vllm import canonical, reload
 
-    one, two = (checkpoint(root, model, seed) for seed in (1, 2))
     with (
         patch.object(utils, "dispatch_cpu_unquantized_gemm", compute_plainly),
         patch.object(canonical, "is_cpu_platform", lambda: False),
         patch.object(canonical, "_is_known_platform", lambda: True),
         patch.object(reload, "begin_reload", wraps=reload.begin_reload) as begun,
     ):
-        host = make_host(one)
+        host, one, two = begin(model, root)
         refits, network = Refits(host), worker_of(host).model_runner.get_model()
         refits.refit(two)
         expected = refits.served()
@@ -237,6 +282,7 @@ def experts_on_gpu(canonical):
 
 
 KINDS = ("qwen3", "qwen3tied-padded", "qwen3moe")
+OTHERS = ("qwen2", "dsv3")
 
 if __name__ == "__main__":
     chosen = (*KINDS, "qwen3-unpacked") if sys.argv[1] == "all" else [sys.argv[1]]
