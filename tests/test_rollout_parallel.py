@@ -30,6 +30,7 @@ def test_ranks_that_divide_a_model_are_refitted(tmp_path, group, tensors, parame
     assert seen["largest_difference"] < 1e-4
     assert [figures["tensors"] for figures in seen["figures"]] == [tensors, tensors]
     assert seen["serves_old"]
+    assert seen["layouts"] == seen["emulated"]
     for name, errors in seen["refused"].items():
         assert [(error["rank"], error["kind"]) for error in errors] == [
             (0, "ManifestError"),

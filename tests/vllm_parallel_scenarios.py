@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -19,7 +20,11 @@ from tests.vllm_scenarios import (
     update,
     values,
 )
+from weightsync.rollout.vllm.emulation import EnginePlace, config_at, standing_at
 from weightsync.rollout.vllm.extension import VllmInternalWorkerExtensionWithCheckpointEngine
+from weightsync.rollout.vllm.layout import rank_table
+from weightsync.rollout.vllm.trial import TrialModel
+from weightsync.tensors import TensorSpec, WeightManifest
 
 
 def mend_expert_kernels():
@@ -57,17 +62,51 @@ class ParallelExtension(VllmInternalWorkerExtensionWithCheckpointEngine):
         """Return the names of this rank's parameters."""
         return [name for name, _ in self.model_runner.get_model().named_parameters()]
 
+    def layout_digest(self, source):
+        """Return a digest of the table of this rank."""
+        loader = self._get_refit_loader()
+        loader.check_manifest(manifest_of(source))
+        report, trial = loader.coverage(manifest_of(source)), loader._trial
+        return table_digest(report, trial)
+
 
 mend_expert_kernels()
 
 
-def divided(root, kind, spoil, **parallel):
+def table_digest(report, trial):
+    table = rank_table(report, trial.parameters, sharding="all")
+    assert table.whole == {}
+    return hashlib.sha256(table.encode()).hexdigest()
+
+
+def manifest_of(source):
+    from safetensors.torch import load_file
+
+    state = load_file(os.path.join(source, "model.safetensors"))
+    return WeightManifest.build(TensorSpec.of(name, state[name]) for name in sorted(state))
+
+
+def emulated_digests(host, source, **sizes):
+    """Return the digests of the tables of two ranks, made in this process."""
+    from vllm.config import set_current_vllm_config
+
+    axis = "stage" if "pp" in sizes else "tensor"
+    for rank in range(2):
+        place = EnginePlace(**sizes, **{axis: rank})
+        config = config_at(host.llm.llm_engine.vllm_config, place)
+        with standing_at(place), set_current_vllm_config(config):
+            trial = TrialModel(config)
+            report = trial.try_manifest(manifest_of(source))
+        yield table_digest(report, trial)
+
+
+def divided(root, kind, spoil, sizes, **parallel):
     """Refit two ranks; the answer is that of one rank. ``spoil`` are tensors that no rank knows."""
     from weightsync.rollout.vllm.cpu import engine_environment
 
     os.environ.update(engine_environment(2))
-    sizes = {"dtype": "float32", "vocab_size": 500}
-    old, new = checkpoint(root, kind, 1, **sizes), checkpoint(root, kind, 2, **sizes)
+    form = {"dtype": "float32", "vocab_size": 500}
+    old, new = checkpoint(root, kind, 1, **form), checkpoint(root, kind, 2, **form)
     expected = fresh_answer(new, dtype="float32")
     extension = f"{__name__.replace('__main__', 'tests.vllm_parallel_scenarios')}.ParallelExtension"
     host = make_host(old, dtype="float32", worker_extension_cls=extension, **parallel)
@@ -86,6 +125,8 @@ def divided(root, kind, spoil, **parallel):
         "tokens_equal": [t for t, _ in got] == [t for t, _ in expected],
         "largest_difference": _difference(got, expected),
         "changed": [t for t, _ in got] != [t for t, _ in before],
+        "layouts": host.llm.collective_rpc("layout_digest", args=(new,)),
+        "emulated": list(emulated_digests(host, new, **sizes)),
         "refused": refused, "serves_old": still, "figures": figures,
     }  # fmt: skip
     close(host)
@@ -99,7 +140,7 @@ def group_stages(root):
         layer.format(0) + "q_proj.weight": layer.format(0) + "z_proj.weight",
         layer.format(1) + "q_norm.weight": layer.format(5) + "q_norm.weight",
     }
-    return divided(root, "qwen3tied", spoil, pipeline_parallel_size=2)
+    return divided(root, "qwen3tied", spoil, {"pp": 2}, pipeline_parallel_size=2)
 
 
 def group_experts(root):
@@ -107,7 +148,7 @@ def group_experts(root):
     experts = "model.layers.1.mlp.experts."
     spoil = {f"{experts}3.up_proj.weight": f"{experts}4.up_proj.weight"}
     parallel = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
-    return divided(root, "qwen3moe", spoil, **parallel)
+    return divided(root, "qwen3moe", spoil, {"tp": 2, "expert_parallel": True}, **parallel)
 
 
 GROUPS = {"stages": group_stages, "experts": group_experts}
