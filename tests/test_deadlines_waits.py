@@ -48,7 +48,9 @@ ALLOWED = {
     "weightsync.engines.buffers:overwrite": "the same",
     "weightsync.engines.handing:_finish_work": "the same",
     "weightsync.engines.sender:BucketSender._publish.publish": "the same",
-    "weightsync.rollout.receiver:synchronize_device": "the same",
+    "weightsync.engines.regions.sender:RegionSender._expose": "the same",
+    "weightsync.engines.regions.sender:RegionSender._send_bucket": "the same",
+    "weightsync.rollout.cleanup:synchronize_device": "the same",
     "weightsync.rollout.receiver:RefitReceiver.receive": "runs an engine's refit, which keeps its deadlines",
     "weightsync.policy.worker:PolicyCheckpointEngineMixin.send_weights_via_checkpoint_engine": "the same",
     "weightsync.policy.colocated:ColocatedWorkerMixin._refit_colocated": (
@@ -65,6 +67,7 @@ ALLOWED = {
     "weightsync.benchmarking.workers:EngineWorker.refit": "the same refit's other half",
     "weightsync.benchmarking.workers:EngineWorker._send": "runs an engine's refit, which keeps its deadlines",
     "weightsync.benchmarking.workers:EngineWorker._receive": "the same",
+    "weightsync.benchmarking.regions:RegionWorker._send": "the same",
     "weightsync.testing.work:RankWorker.refit": "the same",
     "weightsync.testing.cases_faults:_require_refused": "a call that the engine must refuse at once",
     "weightsync.testing.ranks:ThreadRank._serve": "a rank's own thread, idle: a daemon",
