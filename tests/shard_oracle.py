@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+from weightsync.layout.joining import join_tables, tensor_infos
 from weightsync.layout.pieces import ABSENT, Layout, LayoutBuilder, Piece
 from weightsync.layout.plan import ReshardPlan, make_plan
 from weightsync.layout.regions import Box
-from weightsync.layout.tables import RankTable, join_tables, tensor_infos
+from weightsync.layout.tables import RankTable
 from weightsync.tensors import WeightManifest, dtype_from_name
 
 

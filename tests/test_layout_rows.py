@@ -173,7 +173,8 @@ def bytes_of(rows):
     return [
         (storage, source + i, target + i)
         for storage, source, target, nbytes in zip(
-            *(getattr(every, n).tolist() for n in ("source_storage", "source_offset", "target_offset", "nbytes")),
+            every.source_storage.tolist(), every.source_offset.tolist(),
+            every.target_offset.tolist(), every.nbytes.tolist(),
             strict=True,
         )
         for i in range(nbytes)

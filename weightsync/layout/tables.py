@@ -1,11 +1,11 @@
 """What one rank tells of the tensors of a manifest: which boxes it has, and where in its memory. No I/O.
 
-Every worker hands its table to all others when they connect; `join_tables` makes one side's `Layout` of them.
+Every worker hands its table to all others when they connect; `joining` makes one side's `Layout` of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Annotated, NamedTuple
@@ -14,17 +14,13 @@ import msgspec
 import numpy as np
 
 from weightsync.errors import ConfigurationError, ManifestError
-from weightsync.layout.pieces import ABSENT, Layout, LayoutBuilder, Pattern, Piece, TensorInfo
-from weightsync.layout.regions import Box, contiguous_strides
-from weightsync.tensors import (
-    MAX_DIMENSIONS,
-    MAX_NAME_CHARS,
-    TensorSpec,
-    WeightManifest,
-    dtype_from_name,
-)
+from weightsync.layout.pieces import ABSENT
+from weightsync.layout.regions import Box, Ints, contiguous_strides
+from weightsync.tensors import MAX_DIMENSIONS, MAX_NAME_CHARS, WeightManifest, dtype_from_name
 
 MAX_TABLE_ENTRIES = 1 << 22
+_MOST_BYTES = 1 << 56
+"""Of all storages of a rank: offsets in them have to fit an int64, with room to reckon with them."""
 _Size = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 _Sizes = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
 _Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
@@ -100,30 +96,58 @@ class RankTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         table._check()
         return table
 
+    def held_tensors(self) -> Ints:
+        """Return the indices of the tensors that this rank has something of, in order."""
+        return np.flatnonzero(np.array(self.pattern_of, np.int64) != ABSENT)
+
     def _check(self) -> None:
+        """Check that every box lies within its storage: a row of the plan is a read of, or into, memory."""
         if len({storage.name for storage in self.storages}) < len(self.storages):
-            raise ConfigurationError("a peer's layout is damaged: two storages have one name")
-        ways = len(self.pattern_of) == len(self.slots)
-        known = all(index < len(self.patterns) for index in self.pattern_of)
-        if not ways or not known:
-            raise ConfigurationError("a peer's layout is damaged: its tensors and patterns do not fit")
-        for index, slots in zip(self.pattern_of, self.slots, strict=True):
-            if any(slot >= len(self.storages) for slot in slots):
-                raise ConfigurationError("a peer's layout is damaged: it names a storage that it lacks")
-            for held in self.patterns[index] if index != ABSENT else ():
-                if held.slot >= len(slots):
-                    raise ConfigurationError("a peer's layout is damaged: it names a slot that it lacks")
-                _require_inside(held, self.storages[slots[held.slot]])
+            raise _damaged("two storages have one name")
+        sizes = _sizes_of(self.storages)
+        if len(self.pattern_of) != len(self.slots) or max(self.pattern_of, default=0) >= len(self.patterns):
+            raise _damaged("its tensors and patterns do not fit")
+        needs = [_needed(pattern) for pattern in self.patterns]
+        held = self.held_tensors().tolist()
+        for index in held:
+            need, slots = needs[self.pattern_of[index]], self.slots[index]
+            if len(need) > len(slots) or max(slots, default=0) >= len(sizes):
+                raise _damaged("it names a storage that it lacks")
+            for elements, slot in zip(need, slots, strict=False):
+                if elements > sizes[slot]:
+                    raise _damaged(f"a box is outside {self.storages[slot].name!r:.200}")
+        if sum(map(len, self.slots)) > sum(len(self.slots[index]) for index in held):
+            raise _damaged("it names storages of a tensor that it lacks")
 
 
-def _require_inside(held: Held, storage: Storage) -> None:
-    """Check that a box lies within its storage: a row of the plan is a read of, or a write into, memory."""
-    if not len(held.lo) == len(held.hi) == len(held.strides):
-        raise ConfigurationError("a peer's layout is damaged: a box has sides of several lengths")
-    sizes = [hi - lo for lo, hi in zip(held.lo, held.hi, strict=True)]
-    last = held.offset + sum((n - 1) * s for n, s in zip(sizes, held.strides, strict=True))
-    if min(sizes, default=1) < 1 or last >= storage.numel:
-        raise ConfigurationError(f"a peer's layout is damaged: a box is outside {storage.name!r:.200}")
+def _damaged(why: str) -> ConfigurationError:
+    return ConfigurationError(f"a peer's layout is damaged: {why}")
+
+
+def _sizes_of(storages: Sequence[Storage]) -> list[int]:
+    try:
+        total = sum(storage.nbytes for storage in storages)
+    except ManifestError as error:
+        raise _damaged(error.message) from error
+    if total > _MOST_BYTES:
+        raise _damaged(f"its storages have {total} bytes")
+    return [storage.numel for storage in storages]
+
+
+def _needed(pattern: Sequence[Held]) -> list[int]:
+    """Return how many elements each slot has to have for a pattern's boxes to lie within."""
+    need = [0] * min(1 + max((held.slot for held in pattern), default=-1), len(pattern))
+    for held in pattern:
+        if not len(held.lo) == len(held.hi) == len(held.strides):
+            raise _damaged("a box has sides of several lengths")
+        if held.slot >= len(need):
+            raise _damaged("it names a slot that it lacks")
+        sizes = [hi - lo for lo, hi in zip(held.lo, held.hi, strict=True)]
+        if min(sizes, default=1) < 1:
+            raise _damaged("a box has no elements")
+        last = held.offset + sum((n - 1) * s for n, s in zip(sizes, held.strides, strict=True))
+        need[held.slot] = max(need[held.slot], last + 1)
+    return need
 
 
 class HeldBox(NamedTuple):
@@ -185,78 +209,3 @@ class TableBuilder:
             slots=tuple(slots for _, slots in placed),
             whole=dict(self._whole),
         )
-
-
-def tensor_infos(manifest: WeightManifest) -> list[TensorInfo]:
-    """Return what the planner needs to know of a manifest's tensors, as they are sent."""
-    return [_info(spec) for spec in manifest.tensors]
-
-
-def _info(spec: TensorSpec) -> TensorInfo:
-    return TensorInfo(spec.name, tuple(spec.shape), dtype_from_name(spec.dtype).itemsize)
-
-
-def join_tables(
-    side: str, manifest: WeightManifest, tables: Sequence[RankTable], *, without: Collection[str] = ()
-) -> Layout:
-    """Make the layout of one side from its ranks' tables.
-
-    Args:
-        side: ``"policy"`` or ``"rollout"``.
-        manifest: of the refit.
-        tables: by rank.
-        without: tensors that are not moved by regions; no rank has them in the layout.
-
-    Raises:
-        ManifestError: a rank's table is of another manifest.
-        ConfigurationError: a table does not fit the manifest.
-    """
-    digest, count = manifest.digest(), len(manifest)
-    for rank, table in enumerate(tables):
-        if table.manifest != digest:
-            raise ManifestError(
-                "this rank's layout was made for other tensors: call init_communicator again",
-                side=side, rank=rank,
-            )  # fmt: skip
-        if len(table.pattern_of) != count:
-            raise ConfigurationError("a layout does not have one entry for each tensor", side=side, rank=rank)
-    builder, infos = LayoutBuilder(side, len(tables)), tensor_infos(manifest)
-    left_out = frozenset(without)
-    ids = np.array([table.pattern_of for table in tables], np.int64).reshape(len(tables), count)
-    for index, info in enumerate(infos):
-        column = ids[:, index]
-        if info.name in left_out or not (column != ABSENT).any():
-            builder.add(info, ABSENT)
-            continue
-        names = _names(tables, index)
-        slots = tuple(
-            tuple(names.index(table.storages[slot].name) for slot in table.slots[index]) for table in tables
-        )
-        key = (info.shape, column.tobytes(), slots, _extents(tables, index))
-        known = builder.known(key)
-        if known is None:
-            pieces = _pieces(tables, index, column.tolist(), slots)
-            known = builder.add_pattern(key, Pattern.of(info.shape, pieces))
-        builder.add(info, known, *names)
-    return builder.build()
-
-
-def _names(tables: Sequence[RankTable], tensor: int) -> list[str]:
-    """Return the names of a tensor's storages, over all ranks."""
-    return list(dict.fromkeys(table.storages[slot].name for table in tables for slot in table.slots[tensor]))
-
-
-def _extents(tables: Sequence[RankTable], tensor: int) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(table.storages[slot].numel for slot in table.slots[tensor]) for table in tables)
-
-
-def _pieces(
-    tables: Sequence[RankTable], tensor: int, column: Sequence[int], slots: Sequence[tuple[int, ...]]
-) -> list[Piece]:
-    pieces = []
-    for rank, (table, pattern) in enumerate(zip(tables, column, strict=True)):
-        for held in table.patterns[pattern] if pattern != ABSENT else ():
-            extent = table.storages[table.slots[tensor][held.slot]].numel
-            slot = slots[rank][held.slot]
-            pieces.append(Piece(rank, Box(held.lo, held.hi), held.offset, held.strides, extent, slot))
-    return pieces

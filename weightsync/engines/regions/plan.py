@@ -13,11 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.errors import ConfigurationError
+from weightsync.layout.joining import join_tables
 from weightsync.layout.pieces import ABSENT
 from weightsync.layout.plan import ReshardPlan, make_plan
 from weightsync.layout.regions import Ints
 from weightsync.layout.rows import RowMaker, Rows
-from weightsync.layout.tables import RankTable, join_tables
+from weightsync.layout.tables import RankTable
 from weightsync.tensors import ALIGNMENT, TensorSpec, WeightManifest
 from weightsync.topology import RankId, Topology
 
