@@ -36,23 +36,27 @@ def exact_answer(host):
 
 
 class Job:
-    """Policy ranks, vLLM engines, and refits in whatever way."""
+    """Policy ranks, vLLM engines, and refits in whatever way.
 
-    def __init__(self, trainers, hosts, change="shake"):
+    The full path goes into ``judge``, an engine that never hears of regions, where there is one.
+    """
+
+    def __init__(self, trainers, hosts, change="shake", judge=None):
         from weightsync.cluster.local import LocalPolicyGroup, LocalRolloutGroup
 
-        self.trainers, self.hosts, self.change = trainers, hosts, change
+        self.trainers, self.hosts, self.change, self.judge = trainers, hosts, change, judge
         self.policy, self.rollout = LocalPolicyGroup(trainers), LocalRolloutGroup(hosts)
+        self.judges = self.rollout if judge is None else LocalRolloutGroup([judge])
         self.changes = 0
         self.replaced = []
         """Engines that are kept alive: with one would go what all vLLM engines of this process share."""
 
-    def connected(self, lifecycle=None, **scope):
-        """Return a synchronizer that has connected all of them."""
+    def connected(self, lifecycle=None, rollout=None, **scope):
+        """Return a synchronizer that has connected all of them, or other engines."""
         from weightsync.synchronizer import CheckpointEngineWeightSynchronizer
 
         made = CheckpointEngineWeightSynchronizer(
-            self.policy, self.rollout, config(lifecycle or {}, **scope), progress=False
+            self.policy, rollout or self.rollout, config(lifecycle or {}, **scope), progress=False
         )
         made.init_communicator()
         return made
@@ -61,22 +65,22 @@ class Job:
         self.changes += 1
         self.trainers.tell(self.change, self.changes)
 
-    def served(self):
-        """Return digest and answer of every engine."""
+    def served(self, hosts=None):
+        """Return digests and answer of every engine."""
         return [
             (
                 [each["served"]["total"] for each in values(host.checkpoint_engine_rpc("weight_digest"))],
                 exact_answer(host),
             )
-            for host in self.hosts
+            for host in hosts or self.hosts
         ]
 
     def oracle(self):
-        """Refit by the full path; returns what is served then."""
-        with self.connected(shard_weights="none") as synchronizer:
+        """Refit by the full path; returns what every engine should serve."""
+        with self.connected(rollout=self.judges, shard_weights="none") as synchronizer:
             report = synchronizer.sync_weights()
         assert report.copies == {}
-        return self.served()
+        return self.served() if self.judge is None else self.served([self.judge]) * len(self.hosts)
 
     def judged(self, refits=2, lifecycle=None, **scope):
         """Refit some times with other weights each time, then compare with the full path."""
@@ -119,6 +123,11 @@ def stored_bytes(path, itemsize, tensor=1):
     return total
 
 
+def end(*hosts):
+    for host in hosts:
+        close(host)
+
+
 def build(trainers, kind, dtype, seed=2, mesh=(2,), sent=None, **options):
     trainers.tell("build", kind, dtype, seed, mesh, options, sent)
 
@@ -128,12 +137,12 @@ def single_cast(root, trainers):
     sizes = {"vocab_size": 500}
     path = checkpoint(root, "qwen3tied", 1, **sizes)
     build(trainers, "qwen3tied", "float32", sent="bfloat16", **sizes)
-    host = make_host(path)
-    job = Job(trainers, [host], "train")
+    host, judge = make_host(path), make_host(path)
+    job = Job(trainers, [host], "train", judge)
     seen = {"all": job.judged(shard_weights="all"), "stored": stored_bytes(path, 2)}
     seen["staged"] = guarded(job.judged, shard_weights="auto", lifecycle={"commit": "staged"})
     seen["released"] = guarded(job.judged, shard_weights="all", release_after_refit=True)
-    close(host)
+    end(host, judge)
     return seen
 
 
@@ -141,14 +150,14 @@ def single_experts(root, trainers):
     """Experts that the policy keeps fused, on a mesh of two dimensions."""
     path = checkpoint(root, "qwen3moe", 1)
     build(trainers, "qwen3moe", "bfloat16", mesh=(1, 2))
-    host = make_host(path)
-    job = Job(trainers, [host])
+    host, judge = make_host(path), make_host(path)
+    job = Job(trainers, [host], judge=judge)
     seen = {"placements": trainers[0].call("placements"), "stored": stored_bytes(path, 2)}
     seen["experts"] = job.judged(shard_expert_weights=True)
     seen["auto"] = job.judged(shard_weights="auto")
     seen["all"] = job.judged(shard_weights="all")
     seen["gather"] = guarded(failing_gather, job)
-    close(host)
+    end(host, judge)
     return seen
 
 
@@ -167,15 +176,14 @@ def single_dense(root, trainers):
     """Everything in float32, so that nothing is cast: plain, elastic, and with ranks that fail."""
     path = checkpoint(root, "llama", 1, "float32")
     build(trainers, "llama", "float32")
-    hosts = [make_host(path, dtype="float32")]
-    job = Job(trainers, hosts, "train")
+    hosts, judge = [make_host(path, dtype="float32")], make_host(path, dtype="float32")
+    job = Job(trainers, hosts, "train", judge)
     seen = {"stored": stored_bytes(path, 4), "all": guarded(job.judged, shard_weights="all")}
     seen["elastic"] = guarded(elastic, job, path)
     seen["loader"] = guarded(failing_loader, job)
     seen["goes_on"] = guarded(going_on, job)
     seen["lost"] = guarded(lost_rank, job)
-    for host in hosts:
-        close(host)
+    end(*hosts, judge, *job.replaced)
     return seen
 
 
@@ -299,12 +307,12 @@ def single_deepseek(root, trainers):
         make_tiny_deepseek(1, torch.bfloat16).save_pretrained(path)
         byte_tokenizer().save_pretrained(path)
     build(trainers, "deepseek", "float32", sent="bfloat16")
-    host = make_host(path, attention_config={"backend": "CPU_MLA"})
-    job = Job(trainers, [host])
+    host, judge = (make_host(path, attention_config={"backend": "CPU_MLA"}) for _ in range(2))
+    job = Job(trainers, [host], judge=judge)
     seen = {"stored": stored_bytes(path, 2)}
     for way in ("auto", "experts", "all"):
         seen[way] = guarded(job.judged, shard_weights=way)
-    close(host)
+    end(host, judge)
     return seen
 
 
