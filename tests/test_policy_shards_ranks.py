@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.policy_ranks import run_checks
@@ -25,6 +24,8 @@ from weightsync.testing.tiny_models import make_tiny_model
 
 def assert_shards_make_up(model: nn.Module, whole: tuple[str, ...] = (), **options) -> None:
     """Compare the boxes of all ranks, put together, with the tensors of the stream, byte for byte."""
+    from torch.distributed.tensor.debug import CommDebugMode  # its import takes seconds
+
     with CommDebugMode() as collectives:
         stream = weight_stream_from(model, **options)
         shards = stream.shards
