@@ -139,8 +139,9 @@ class NixlTransport(StagedTransport):
 
     def learn_keys(self, who: RankId, keys: bytes) -> None:
         """Learn what a peer has registered since it was met."""
-        self._release_reads()
-        self._peers.refresh(who, keys)
+        if not self._peers.knows(who, keys):
+            self._release_reads()
+            self._peers.refresh(who, keys)
 
     def buffer_of(self, who: RankId, slot: int) -> tuple[int, int]:
         """Return address and bytes of a peer's buffer.

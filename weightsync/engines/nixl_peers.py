@@ -141,6 +141,14 @@ class NixlPeers:
             self._later.setdefault(peer.agent, {})[region.address] = buffer.metadata
         return region
 
+    def knows(self, who: RankId, metadata: bytes) -> bool:
+        """Whether these are the metadata that NIXL holds of a peer.
+
+        Raises:
+            LifecycleError: there is no connection to that peer.
+        """
+        return self._known[self.connected(who).agent] == metadata
+
     def refresh(self, who: RankId, metadata: bytes) -> None:
         """Learn what a peer has registered since it was met.
 

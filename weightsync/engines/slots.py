@@ -20,6 +20,11 @@ class Slots:
         """Whether `take` will return one."""
         return bool(self._free)
 
+    @property
+    def all_free(self) -> bool:
+        """Whether none is in use."""
+        return not any(self._users.values())
+
     def take(self) -> int | None:
         """Return a free one, of which this caller is the first user; `None` if all are in use."""
         if not self._free:

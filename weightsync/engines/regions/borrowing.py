@@ -11,6 +11,7 @@ import torch
 from weightsync.engines.base import RankMemory
 from weightsync.engines.buffers import allocate_bucket
 from weightsync.engines.regions.incoming import Batch, Incoming, packed_spans, spans
+from weightsync.engines.regions.lending import require_as_told
 from weightsync.engines.regions.plan import Mask, RegionPlan
 from weightsync.engines.regions.reading import OneSidedTransport, Reading, Spans
 from weightsync.engines.stats import Stopwatch
@@ -65,6 +66,7 @@ class Borrower:
         flats: list[torch.Tensor | None] = []
         for index, storage in enumerate(self.table.storages):
             flat = self._memory.storage(index) if in_place and storage.numel else None
+            require_as_told(storage, flat, "rollout")
             flats.append(flat.detach() if flat is not None and flat.device == device else None)
         base = np.array([0 if flat is None else flat.data_ptr() for flat in flats], np.int64)
         self._flats = flats
@@ -85,9 +87,10 @@ class Borrower:
 
     def learn(self, sender: int, addresses: bytes, keys: bytes) -> None:
         """Take in where a policy rank's shards are now."""
+        if keys:
+            # Also what is known: the connection may have been made anew, with what the peer said at first.
+            self._transport.learn_keys(RankId("policy", sender), keys)
         if self._sources.get(sender) != (addresses, keys):
-            if keys:
-                self._transport.learn_keys(RankId("policy", sender), keys)
             self._sources[sender] = addresses, keys
             self._forget()
 

@@ -14,7 +14,8 @@ from weightsync.engines.regions.reading import OneSidedTransport
 from weightsync.engines.stats import Stopwatch
 from weightsync.errors import ManifestError
 from weightsync.layout.regions import Ints
-from weightsync.layout.tables import RankTable
+from weightsync.layout.tables import RankTable, Storage
+from weightsync.tensors import dtype_from_name
 
 
 class Lender:
@@ -34,11 +35,11 @@ class Lender:
         self.table: RankTable = memory.table
         self._flats: list[torch.Tensor | None] = []
         self._addresses: Ints = np.empty(0, np.int64)
-        self._described = self._addresses
+        self._keys: bytes | None = b""
         self._outgoing: tuple[RegionPlan, tuple[tuple[int, ...], bytes], Outgoing] | None = None
         self._packings: dict[tuple[int, int], Packing] = {}
         self.take(memory)
-        self._described = self._addresses
+        self._keys = b""
 
     def take(self, memory: RankMemory) -> None:
         """Look where the shards are now; what has moved is lent anew.
@@ -53,11 +54,14 @@ class Lender:
                 side="policy",
             )
         flats = [memory.storage(index) for index in range(len(self.table.storages))]
+        for storage, flat in zip(self.table.storages, flats, strict=True):
+            require_as_told(storage, flat, "policy")
         addresses = np.array([self._address(flat) for flat in flats], np.int64)
         self._flats = flats
         if not np.array_equal(addresses, self._addresses):
             self._addresses = addresses
             self._packings.clear()
+            self._keys = None
             lendable = [flat.detach() for flat in flats if flat is not None and self._address(flat)]
             with self.stopwatch.phase("register"):
                 self._transport.lend(lendable)
@@ -75,7 +79,9 @@ class Lender:
 
     def keys(self) -> bytes:
         """Return what readers need besides what they were told when they were connected."""
-        return b"" if np.array_equal(self._addresses, self._described) else self._transport.keys()
+        if self._keys is None:
+            self._keys = self._transport.keys()
+        return self._keys
 
     def storage(self, index: int) -> torch.Tensor:
         """Return a storage as it was taken last, flat.
@@ -112,3 +118,21 @@ class Lender:
         if flat is None or not flat.numel() or flat.device != self._device:
             return 0
         return flat.data_ptr()
+
+
+def require_as_told(storage: Storage, flat: torch.Tensor | None, side: str) -> None:
+    """Check that memory is as large as the rest of the job was told: reads and writes reach that far.
+
+    Raises:
+        ManifestError: it is not.
+    """
+    if flat is not None and (
+        flat.numel() != storage.numel
+        or flat.dtype != dtype_from_name(storage.dtype)
+        or not flat.is_contiguous()
+    ):
+        raise ManifestError(
+            f"this rank's memory of {storage.name!r:.200} has {flat.numel()} elements of {flat.dtype}, and "
+            f"was told to have {storage.numel} of {storage.dtype}: call shutdown() and init_communicator()",
+            side=side,
+        )

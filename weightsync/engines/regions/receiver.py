@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import torch
 
 from weightsync.control import Exposed, Link, Packed, Release, Taken
 from weightsync.engines.base import ParameterBatch
+from weightsync.engines.buffers import POISON
 from weightsync.engines.pump import Pump
 from weightsync.engines.refit import Refit, saying_what_was_heard
 from weightsync.engines.regions.borrowing import Borrower, Place
@@ -25,7 +27,7 @@ from weightsync.engines.waiting import await_ended
 from weightsync.errors import DigestError, ManifestError, ProtocolError, WeightSyncError
 from weightsync.layout.regions import Ints
 from weightsync.layout.rows import Rows
-from weightsync.tensors import WeightManifest
+from weightsync.tensors import WeightManifest, flat_bytes
 from weightsync.topology import RankId
 
 _POLLS_S = (0.0001, 0.0005)
@@ -100,11 +102,15 @@ class RegionReceiver:
             )
             if self._borrower.writes_in_place and self._before_writing is not None:
                 self._before_writing()
+            for rank, source in self._sources.items():
+                source.expect(len(self._incoming.lent[rank]), len(self._incoming.packed[rank]))
             self._pump.start()
             while isinstance(ready := await self._next(), _Ready):
                 self.batches_yielded += 1
                 handed = self._borrower.parameters(ready.batch, ready.place)
                 yield ParameterBatch(handed, arrived=ready.batch.arrived, nbytes=self._nbytes(ready.batch))
+                if self._refit.poison_released:
+                    _poison(handed)
                 del handed
                 self._refit.watch.wake(partial(self._slots.drop, ready.slot))
             for source in self._sources.values():
@@ -178,7 +184,7 @@ class RegionReceiver:
     def _run(self) -> None:
         incoming = self._require_incoming()
         for number, batch in enumerate(incoming.batches):
-            slot = self._await_slot()
+            slot = self._await_slot(alone=batch.buffer_bytes > self._refit.bucket_size)
             place = self._borrower.place(batch, slot)
             with self._refit.stopwatch.phase("fetch"):
                 self._fetch(incoming, number, place)
@@ -192,10 +198,12 @@ class RegionReceiver:
             raise ProtocolError("nothing is read yet")
         return self._incoming
 
-    def _await_slot(self) -> int:
+    def _await_slot(self, *, alone: bool) -> int:
+        """Return a buffer; ``alone``: once no other is in use, since there is only one larger buffer."""
+
         def probe() -> int | None:
             self._pump.check()
-            return self._slots.take()
+            return self._slots.take() if self._slots.all_free or not alone else None
 
         # The consumer may take all the time of the refit.
         while (slot := self._refit.watch.until(probe, timeout_s=self._refit.patience())) is None:
@@ -209,7 +217,7 @@ class RegionReceiver:
         self._read(started)
         left = {rank for rank, part in batch.packed.items() if part.stop > part.start}
         while left:
-            self._await_news(lambda: any(self._sources[rank].buckets for rank in left) or None)
+            self._await_news(left, lambda: any(self._sources[rank].buckets for rank in left) or None)
             for rank in sorted(left):
                 source, stop = self._sources[rank], batch.packed[rank].stop
                 while source.buckets and source.next_row < stop:
@@ -243,7 +251,7 @@ class RegionReceiver:
         mine = offsets[part.start - bucket.first : part.stop - bucket.first]
         beyond = part.stop > len(rows)
         sizes = rows.packed_bytes[part]
-        if beyond or bucket.nbytes > room or (mine < 0).any() or (mine + sizes > bucket.nbytes).any():
+        if beyond or bucket.nbytes > room or (mine < 0).any() or (mine > bucket.nbytes - sizes).any():
             raise ProtocolError(
                 f"{source.link.peer} names rows that cannot be in bucket {bucket.seq}", peer=source.link.peer
             )
@@ -271,7 +279,9 @@ class RegionReceiver:
                     reading.release()
                     self._transport.break_off(RankId("policy", rank))
 
-    def _await_news(self, probe: Callable[[], bool | None]) -> None:
+    def _await_news(self, ranks: Iterable[int], probe: Callable[[], bool | None]) -> None:
+        """Wait until some of these policy ranks have said what is waited for."""
+
         def look() -> bool | None:
             self._pump.check()
             self._take_in()
@@ -279,7 +289,7 @@ class RegionReceiver:
 
         started = time.monotonic()
         if self._refit.watch.until(look, timeout_s=self._refit.patience()) is None:
-            link = next(iter(self._sources.values())).link
+            link = self._sources[min(ranks)].link
             raise link.overdue(*NEWS, phase="receive", waited_s=time.monotonic() - started)
 
     def _take_in(self) -> None:
@@ -291,7 +301,7 @@ class RegionReceiver:
             return
         for rank, part in batch.lent.items():
             source = self._sources[rank]
-            self._await_news(lambda s=source, p=part: len(s.lent_digests) >= p.stop or None)  # type: ignore[misc]
+            self._await_news([rank], lambda s=source, p=part: len(s.lent_digests) >= p.stop or None)  # type: ignore[misc]
             self._require_alike(incoming.lent[rank], part, source.lent_digests, batch, place)
         for rank, part in batch.packed.items():
             digests = self._sources[rank].packed_digests
@@ -315,6 +325,11 @@ class RegionReceiver:
         for rank, part in batch.lent.items():
             rows = incoming.lent[rank].select(part)
             self.bytes_in_place += int(rows.packed_bytes[in_place[rows.target_storage]].sum())
+
+
+def _poison(handed: Iterable[tuple[str, torch.Tensor]]) -> None:
+    for _, tensor in handed:
+        flat_bytes(tensor).fill_(POISON)
 
 
 def _one_sided(transport: object) -> OneSidedTransport:

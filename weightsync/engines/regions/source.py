@@ -25,6 +25,11 @@ class Source:
         """Rows that are packed so far."""
         self.lent_digests: list[int] = []
         self.packed_digests: list[int] = []
+        self._lent_rows = self._packed_rows = 0
+
+    def expect(self, lent: int, packed: int) -> None:
+        """Learn how many rows this rank reads from it: where they are, and packed."""
+        self._lent_rows, self._packed_rows = lent, packed
 
     def take_in(self) -> None:
         """Take in what it has said."""
@@ -42,16 +47,18 @@ class Source:
         """
         values = np.frombuffer(news.digests, np.uint64).tolist() if len(news.digests) % 8 == 0 else []
         if isinstance(news, Digests):
-            self._require(news.first == len(self.lent_digests) and bool(values), "digests")
+            self._require(news.first == len(self.lent_digests) and bool(values), "digests out of order")
+            self._require(len(self.lent_digests) + len(values) <= self._lent_rows, "too many digests")
             self.lent_digests += values
             return
         count = len(news.offsets) // 8
         sound = news.first == self.announced and count == len(values) > 0 and not len(news.offsets) % 8
-        self._require(sound, news.describe())
+        self._require(sound, f"{news.describe()} out of order")
+        self._require(self.announced + count <= self._packed_rows, f"{news.describe()} with too many rows")
         self.announced += count
         self.packed_digests += values
         self.buckets.append(news)
 
     def _require(self, sound: bool, what: str) -> None:
         if not sound:
-            raise ProtocolError(f"{self.link.peer} sent {what} out of order", peer=self.link.peer)
+            raise ProtocolError(f"{self.link.peer} sent {what}", peer=self.link.peer)
