@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from tests.row_oracle import carry_out, filled, promised
 from weightsync.engines.regions import plan as plan_module
+from weightsync.engines.regions.incoming import Incoming
 from weightsync.engines.regions.plan import RegionPlan
+from weightsync.errors import ConfigurationError
 from weightsync.layout.holdings import Replicated, Sharded, box_pieces, local_ranges
 from weightsync.layout.regions import Box, contiguous_strides
 from weightsync.layout.rows import Rows, in_buckets
@@ -216,3 +218,18 @@ def test_box_of_nothing_is_left_out():
     table = builder.build()
     plan = RegionPlan(manifest, (table,), (table,))
     assert len(plan.rows(0)) == 0
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_regions_that_overlap_in_a_storage_are_refused(dim):
+    manifest = WeightManifest.build([TensorSpec("a", (4, 4), "float32"), TensorSpec("b", (4, 4), "float32")])
+    builder = TableBuilder(manifest)
+    at = builder.add_storage("fused", (8, 4), "float32")
+    strides = (4, 1) if dim == 0 else (1, 4)
+    builder.add("a", [HeldBox(at, Box.whole((4, 4)), 0, strides)])
+    builder.add("b", [HeldBox(at, Box.whole((4, 4)), 15, strides)])
+    table = builder.build()
+    plan = RegionPlan(manifest, (table,), (table,))
+    lent = np.ones(1, bool)
+    with pytest.raises(ConfigurationError, match="two regions in one place of 'fused'"):
+        Incoming.of(plan, 0, {0: lent}, lent, 1 << 20)

@@ -111,16 +111,22 @@ class Compiler:
         self._read = _Bases(plan.policy, policy_addresses)
         self._write = _Bases(plan.rollout, rollout_addresses)
 
-    def compile(self, target: int) -> Descriptors:
+    def compile(self, target: int, source: int | None = None) -> Descriptors:
         """Return what one rollout rank reads, sorted by policy rank and address.
+
+        Args:
+            target: the rollout rank.
+            source: only what it reads from this policy rank.
 
         Raises:
             ConfigurationError: an address is missing.
         """
         rows: list[Ints] = []
         for group in self._groups:
+            if source is not None and source not in group.sources:
+                continue
             for column in np.flatnonzero(group.targets == target).tolist():
-                rows.extend(_rows(group, column, target, self._read, self._write))
+                rows.extend(_rows(group, column, source, self._read, self._write))
         if not rows:
             return Descriptors(*(np.empty(0, np.int64) for _ in fields(Descriptors)))
         return _joined(Descriptors(*np.concatenate(rows, axis=1)))
@@ -186,13 +192,15 @@ class _Bases:
         return self._layout.shift[tensors]
 
 
-def _rows(group: CopyGroup, column: int, target: int, read: _Bases, write: _Bases) -> Iterable[Ints]:
+def _rows(group: CopyGroup, column: int, only: int | None, read: _Bases, write: _Bases) -> Iterable[Ints]:
     """Yield arrays of shape ``(fields, rows)`` for one box of a group's tensors."""
-    piece = int(group.pieces[column])
+    piece, target = int(group.pieces[column]), int(group.targets[column])
     chosen = group.chosen()[:, column]
     for holder in np.unique(chosen).tolist():
-        mine = group.tensors[chosen == holder]
         source = int(group.source.rank[holder])
+        if only not in {None, source}:
+            continue
+        mine = group.tensors[chosen == holder]
         shape = group.hi[column] - group.lo[column]
         source_strides, target_strides = group.source.strides[holder], group.target.strides[piece]
         from_, to = (

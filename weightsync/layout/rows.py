@@ -173,26 +173,33 @@ class RowMaker:
         kinds = {name: index for index, name in enumerate(self.dtypes)}
         self._kinds = np.array([kinds[name] for name in names], np.int64)
         self._keys = storage_keys(plan.rollout)
+        self._compilers: dict[int, Compiler] = {}
 
     @cached_property
     def itemsizes(self) -> Ints:
         """Bytes of an element of each of `dtypes`."""
         return np.array([dtype_from_name(name).itemsize for name in self.dtypes], np.int64)
 
-    def rows(self, target: int) -> Rows:
-        """Return what one rollout rank gets, in order."""
-        parts = [self._rows(target, kind) for kind in range(len(self.dtypes))]
+    def rows(self, target: int, source: int | None = None) -> Rows:
+        """Return what one rollout rank gets, in order; with ``source`` only what that policy rank gives."""
+        parts = [self._rows(target, source, kind) for kind in range(len(self.dtypes))]
         return joined([part for part in parts if len(part)]).in_order()
 
-    def _rows(self, target: int, kind: int) -> Rows:
-        groups = [part for group in self._plan.groups if (part := _of_kind(group, self._kinds, kind))]
+    def _compiler(self, kind: int) -> Compiler:
+        """Return what makes the rows of the tensors that are sent in one dtype."""
+        if kind not in self._compilers:
+            groups = [part for group in self._plan.groups if (part := _of_kind(group, self._kinds, kind))]
+            itemsize = int(self.itemsizes[kind])
+            self._compilers[kind] = Compiler(
+                replace(self._plan, groups=groups),
+                lambda rank: _bases(self._policy[rank], itemsize),
+                lambda rank: _bases(self._rollout[rank], itemsize),
+            )
+        return self._compilers[kind]
+
+    def _rows(self, target: int, source: int | None, kind: int) -> Rows:
         itemsize = int(self.itemsizes[kind])
-        compiler = Compiler(
-            replace(self._plan, groups=groups),
-            lambda rank: _bases(self._policy[rank], itemsize),
-            lambda rank: _bases(self._rollout[rank], itemsize),
-        )
-        found = compiler.compile(target)
+        found = self._compiler(kind).compile(target, source)
         to, into = _located(self._rollout[target], itemsize, found.target_offset)
         of, out = np.empty_like(to), np.empty_like(to)
         for rank in np.unique(found.source).tolist():

@@ -9,9 +9,11 @@ import numpy as np
 
 from weightsync.engines.regions.plan import Mask, RegionPlan, aligned
 from weightsync.engines.regions.reading import Spans
+from weightsync.errors import ConfigurationError
 from weightsync.layout.pieces import ABSENT
 from weightsync.layout.regions import Ints
 from weightsync.layout.rows import Rows, storage_keys
+from weightsync.layout.tables import RankTable
 from weightsync.tensors import TensorSpec
 
 MOST_IN_PLACE = 256 << 20
@@ -71,6 +73,7 @@ class Incoming:
             bucket_size: bytes of a transfer buffer.
         """
         every, read, packed = plan.rows(target), {}, {}
+        _require_apart(plan.rollout[target], every)
         for sender, mask in lent.items():
             rows = every.select(every.source == sender)
             readable = plan.readable(rows, sender, mask)
@@ -88,6 +91,26 @@ class Incoming:
     def largest(self) -> int:
         """Bytes of the largest batch that is handed over."""
         return max(batch.buffer_bytes for batch in self.batches)
+
+
+def _require_apart(table: RankTable, rows: Rows) -> None:
+    """Check that nothing is written twice.
+
+    Raises:
+        ConfigurationError: two rows end in one place of a storage.
+    """
+    rows = rows.select(np.lexsort((rows.target_offset, rows.target_storage)))
+    ends = rows.target_offset + (rows.count - 1) * rows.target_step + rows.nbytes
+    solid = (rows.count == 1) | (rows.target_step == rows.nbytes)
+    meet = (rows.target_storage[1:] == rows.target_storage[:-1]) & (ends[:-1] > rows.target_offset[1:])
+    meet &= solid[1:] & solid[:-1]
+    total = np.zeros(len(table.storages), np.int64)
+    np.add.at(total, rows.target_storage, rows.packed_bytes)
+    sizes = np.array([storage.nbytes for storage in table.storages], np.int64)
+    twice = np.concatenate((rows.target_storage[1:][meet], np.flatnonzero(total > sizes)))
+    if len(twice):
+        name = table.storages[int(twice[0])].name
+        raise ConfigurationError(f"a layout has two regions in one place of {name!r:.200}", side="rollout")
 
 
 def _batches(plan: RegionPlan, target: int, rows: Rows, in_place: Mask, bucket_size: int) -> list[Batch]:

@@ -74,8 +74,7 @@ class Outgoing:
         """
         read, packed = {}, {}
         for target in targets:
-            rows = plan.rows(target)
-            rows = rows.select(rows.source == sender)
+            rows = plan.rows(target, sender)
             readable = plan.readable(rows, sender, lent)
             read[target] = rows.select(readable)
             packed[target] = rows.select(~readable).cut(bucket_size).in_order()

@@ -79,9 +79,9 @@ class RegionPlan:
             join_tables("rollout", self.manifest, self.rollout, without=self.whole),
         )
 
-    def rows(self, target: int) -> Rows:
-        """Return what a rollout rank reads, in the order that both ends agree on."""
-        return self._maker.rows(target)
+    def rows(self, target: int, source: int | None = None) -> Rows:
+        """Return what a rollout rank reads, of one policy rank or all, in the order of both ends."""
+        return self._maker.rows(target, source)
 
     def readable(self, rows: Rows, sender: int, lent: Mask) -> Mask:
         """Return which rows of a sender are read where it has them; it packs the others.
