@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
+from weightsync.benchmarking import counting
 from weightsync.benchmarking.crew import Crew, spanned
 from weightsync.benchmarking.shapes import ModelHandle, Part, model_bytes
 from weightsync.benchmarking.workers import Stretch
@@ -18,9 +18,6 @@ from weightsync.errors import DigestError, ManifestError, MissingDependencyError
 
 MIB = 1 << 20
 WARM_UPS = 2
-_RECEIVED = "bytes_moved"
-_COPIES = ("in_place", "staged", "whole")
-_ONCE = ("plan", "register", "prepare")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +201,7 @@ def _measure(
             refits.append(trial.refit(crew, number))
             tell(f"refit {number} of {WARM_UPS + settings.repeats}, {time.perf_counter() - started:.2f} s")
             _require_arrival(crew, number)
-        received = _received(refits)
+        received = counting.received(refits)
         least = crew.least_bytes()
         if trial.exact and any(each != least for each in received):
             raise ManifestError(f"rollout ranks received {received[-1]} bytes, and serve {least}")
@@ -220,11 +217,11 @@ def _measure(
         **memory,
         "received_bytes": received[-1],
         "least_bytes": least,
-        "copies_by_bytes": _copies(kept[-1]),
-        "made_once": _made_once(once, refits),
+        "copies_by_bytes": counting.copies(kept[-1]),
+        "made_once": counting.made_once(once, refits),
         "copies": copies[WARM_UPS:],
         "refits": [spanned(each) for each in kept],
-        "phases": _phases(kept),
+        "phases": counting.phases(kept),
     }
 
 
@@ -234,57 +231,3 @@ def _require_arrival(crew: Crew, number: int) -> None:
         raise DigestError(
             f"after refit {number}, rollout rank {wrong[0]} serves other bytes than the policy has"
         )
-
-
-def _received(refits: Iterable[list[Stretch]]) -> list[list[int]]:
-    """Return the bytes that each rollout rank received, refit by refit."""
-    return [
-        [
-            int(each.counts[_RECEIVED])
-            for each in stretches
-            if each.side == "rollout" and _RECEIVED in each.counts
-        ]
-        for stretches in refits
-    ]
-
-
-def _copies(stretches: Iterable[Stretch]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for each in stretches:
-        for kind in _COPIES:
-            if each.side == "rollout" and f"bytes_{kind}" in each.counts:
-                found[kind] = found.get(kind, 0) + int(each.counts[f"bytes_{kind}"])
-    return found
-
-
-def _made_once(connecting: dict[str, float], refits: list[list[Stretch]]) -> dict[str, dict[str, float]]:
-    """Return the seconds of the slowest rank by phase, of transports that tell of them."""
-    if not connecting:
-        return {}
-
-    def most(phase: str, some: Iterable[list[Stretch]]) -> float:
-        return max((each.phases.get(phase, 0.0) for stretches in some for each in stretches), default=0.0)
-
-    return {
-        phase: {
-            "connecting": connecting.get(phase, 0.0),
-            "first": most(phase, refits[:1]),
-            "later": most(phase, refits[1:]),
-        }
-        for phase in _ONCE
-    }
-
-
-def _phases(refits: Iterable[list[Stretch]]) -> dict[str, dict[str, float]]:
-    found: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for stretches in refits:
-        slowest: dict[tuple[str, str], float] = defaultdict(float)
-        for each in stretches:
-            for phase, seconds in each.phases.items():
-                slowest[each.side, phase] = max(slowest[each.side, phase], seconds)
-        for key, seconds in slowest.items():
-            found[key].append(seconds)
-    phases: dict[str, dict[str, float]] = defaultdict(dict)
-    for (side, phase), values in found.items():
-        phases[side][phase] = median(values)
-    return dict(phases)
