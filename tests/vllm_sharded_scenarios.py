@@ -176,14 +176,14 @@ def single_dense(root, trainers):
     """Everything in float32, so that nothing is cast: plain, elastic, and with ranks that fail."""
     path = checkpoint(root, "llama", 1, "float32")
     build(trainers, "llama", "float32")
-    hosts, judge = [make_host(path, dtype="float32")], make_host(path, dtype="float32")
-    job = Job(trainers, hosts, "train", judge)
+    hosts = [make_host(path, dtype="float32")]
+    job = Job(trainers, hosts, "train")
     seen = {"stored": stored_bytes(path, 4), "all": guarded(job.judged, shard_weights="all")}
     seen["elastic"] = guarded(elastic, job, path)
     seen["loader"] = guarded(failing_loader, job)
     seen["goes_on"] = guarded(going_on, job)
     seen["lost"] = guarded(lost_rank, job)
-    end(*hosts, judge, *job.replaced)
+    end(*hosts, *job.replaced)
     return seen
 
 
@@ -263,7 +263,7 @@ def going_on(job):
         job.train()
         broken_loader(job.hosts[1], 1)
         report = synchronizer.sync_weights()
-        left, first = [str(each) for each in report.failed], job.served()[0]
+        left, first = [str(each) for each in report.failed], job.served(job.hosts[:1])[0]
         one = told(report)
         good = told(synchronizer.sync_weights())
         got = job.served()
