@@ -167,18 +167,21 @@ FORGED = {
 }
 
 
-@pytest.mark.parametrize("what", FORGED)
-def test_a_bucket_that_cannot_be_is_refused(monkeypatch, what):
+def test_buckets_that_cannot_be_are_refused(monkeypatch):
     original = RegionSender._messages
 
-    def forged(self, seq, slot, bucket):
-        return {t: FORGED[what](m) for t, m in original(self, seq, slot, bucket).items()}
-
     with crew(packed=True, rollout=1, verify="off") as made:
-        monkeypatch.setattr(RegionSender, "_messages", forged)
-        all_failed(made.attempt(made.full), ProtocolError, [1])
-        monkeypatch.undo()
-        check_good_refit(made)
+        for seed, (what, forge) in enumerate(FORGED.items()):
+
+            def forged(self, seq, slot, bucket, forge=forge):
+                return {t: forge(m) for t, m in original(self, seq, slot, bucket).items()}
+
+            with monkeypatch.context() as patch:
+                patch.setattr(RegionSender, "_messages", forged)
+                outcomes = made.attempt(made.full)
+            assert isinstance(outcomes[1], ProtocolError), (what, outcomes)
+            assert isinstance(outcomes[0], PeerAbortedError), (what, outcomes)
+            check_good_refit(made, seed)
 
 
 def test_more_digests_than_rows_are_refused(monkeypatch):
