@@ -11,7 +11,8 @@ pytest.importorskip("nixl")
 from tests.local_job import WAITS
 from tests.test_synchronizer_nixl import Trainer, model, same, step
 from weightsync.cluster.local import LocalPolicyGroup, LocalRolloutGroup
-from weightsync.rollout.module import ModuleRolloutWorker
+from weightsync.errors import RefitError, WorkerFencedError
+from weightsync.rollout.module import ModuleLoader, ModuleRolloutWorker
 from weightsync.synchronizer import CheckpointEngineWeightSynchronizer
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(120)]
@@ -27,6 +28,18 @@ class CountingTrainer(Trainer):
     def weight_stream(self):
         self.streams += 1
         return super().weight_stream()
+
+
+class FailingLoader(ModuleLoader):
+    """Fails once it has loaded everything, the first time."""
+
+    broken = True
+
+    def finish(self):
+        if self.broken:
+            self.broken = False
+            raise ValueError("cannot finish")
+        super().finish()
 
 
 class Job:
@@ -67,6 +80,11 @@ class Job:
     def newcomer(self):
         self.hosts.append(ModuleRolloutWorker(model(len(self.hosts))))
         return self.hosts[-1]
+
+    def failing_newcomer(self):
+        host = self.newcomer()
+        host._endpoint._make_loader = lambda: FailingLoader(host.model)
+        return host
 
     def holds(self, host, version, weights):
         host.require_serving()
@@ -146,3 +164,29 @@ def test_a_newcomer_that_cannot_load_what_is_held_joins_without_a_version():
         job.synchronizer.remove_rollout(1)
         job.synchronizer.sync_weights()
         assert all(job.holds(host, 4, job.trained) for host in job.hosts)
+
+
+def test_a_newcomer_that_fails_half_way_is_fenced_until_the_next_refit():
+    with Job(moves_by="ipc") as job:
+        new = job.failing_newcomer()
+        with pytest.raises(RefitError, match="rollout rank 1: ValueError: cannot finish") as caught:
+            job.synchronizer.add_rollout(new)
+        assert caught.value.serving == {1: None}
+        with pytest.raises(WorkerFencedError):
+            new.require_serving()
+        assert job.holds(job.hosts[0], 3, job.old)
+        report = job.synchronizer.sync_weights()
+        assert all(job.holds(host, report.version, job.trained) for host in job.hosts)
+
+
+def test_with_continue_the_others_get_it():
+    with Job(moves_by="ipc", on_failure="continue") as job:
+        failing, fine = job.failing_newcomer(), job.newcomer()
+        report = job.synchronizer.add_rollout(failing, fine)
+        assert [left.rank for left in report.failed] == [1]
+        assert report.ok == (2,)
+        assert job.holds(fine, 3, job.old)
+        with pytest.raises(WorkerFencedError):
+            failing.require_serving()
+        report = job.synchronizer.sync_weights()
+        assert all(job.holds(host, report.version, job.trained) for host in job.hosts)
