@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+import xxhash
 
 from weightsync.tensors import digest_bytes
 
@@ -22,3 +25,27 @@ def digest_row(flat: torch.Tensor, offset: int, nbytes: int, count: int, step: i
         return digest_bytes(data[offset : offset + nbytes])
     runs = data.as_strided((count, nbytes), (step, 1), data.storage_offset() + offset)
     return digest_bytes(runs.contiguous().view(-1))
+
+
+class RowDigests:
+    """Digests of rows of the same storages, for as long as these stay where they are.
+
+    Args:
+        storage: returns a storage by index, contiguous.
+    """
+
+    def __init__(self, storage: Callable[[int], torch.Tensor]) -> None:
+        self._storage = storage
+        self._flats: dict[int, tuple[torch.Tensor, memoryview | None]] = {}
+
+    def of(self, storage: int, offset: int, nbytes: int, count: int, step: int) -> int:
+        """Return the digest of a row; see `digest_row`."""
+        known = self._flats.get(storage)
+        if known is None:
+            flat = self._storage(storage).view(torch.uint8)
+            known = self._flats[storage] = flat, flat.numpy().data if flat.device.type == "cpu" else None
+        flat, host = known
+        if host is not None and count == 1:
+            # As `digest_bytes`, without a view of a tensor for each row.
+            return xxhash.xxh3_64_intdigest(host[offset : offset + nbytes])
+        return digest_row(flat, offset, nbytes, count, step)

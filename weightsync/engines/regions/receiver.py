@@ -17,7 +17,7 @@ from weightsync.engines.buffers import POISON
 from weightsync.engines.pump import Pump
 from weightsync.engines.refit import Refit, saying_what_was_heard
 from weightsync.engines.regions.borrowing import Borrower, Place
-from weightsync.engines.regions.digests import digest_row
+from weightsync.engines.regions.digests import RowDigests
 from weightsync.engines.regions.incoming import Batch, Incoming
 from weightsync.engines.regions.plan import RegionPlan
 from weightsync.engines.regions.reading import OneSidedTransport, Reading
@@ -309,12 +309,12 @@ class RegionReceiver:
 
     def _require_alike(self, rows: Rows, part: slice, digests: list[int], batch: Batch, place: Place) -> None:
         some = rows.select(part)
+        found = RowDigests(lambda index: self._borrower.target(index, batch, place))
         columns = (some.target_storage, some.target_offset, some.nbytes, some.count, some.target_step)
         for row, (storage, *span) in enumerate(np.stack(columns, axis=1).tolist(), start=part.start):
             if not self._refit.is_row_checked(row):
                 continue
-            memory = self._borrower.target(storage, batch, place)
-            if digest_row(memory, *span) != digests[row]:
+            if found.of(storage, *span) != digests[row]:
                 raise DigestError(
                     f"bytes {span[0]} and following arrived changed",
                     tensor=self._borrower.table.storages[storage].name,

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from weightsync.control import Digests, Exposed, Link, Packed, Release, Taken
 from weightsync.engines.buffers import synchronize
 from weightsync.engines.refit import Refit
-from weightsync.engines.regions.digests import digest_row
+from weightsync.engines.regions.digests import RowDigests
 from weightsync.engines.regions.lending import Lender
 from weightsync.engines.regions.outgoing import Outgoing, PackedBucket
 from weightsync.engines.regions.plan import RegionPlan
@@ -91,11 +91,7 @@ class RegionSender:
         if self._refit.checks.mode == "off":
             return
 
-        @cache
-        def digest(storage: int, *span: int) -> int:
-            """Digest once what several readers get."""
-            return digest_row(self._lender.storage(storage), *span)
-
+        digest = cache(RowDigests(self._lender.storage).of)  # once what several readers get
         for target, rows in self._outgoing.lent.items():
             for first in range(0, len(rows), _DIGESTS_AT_ONCE):
                 some = rows.select(slice(first, first + _DIGESTS_AT_ONCE))
@@ -136,9 +132,11 @@ class RegionSender:
         sizes = bucket.items.packed_bytes.tolist()
         starts = bucket.offsets.tolist()
 
+        digests_of = RowDigests(self._buffers.__getitem__)
+
         @cache
         def digest(item: int) -> int:
-            return digest_row(self._buffers[slot], starts[item], sizes[item], 1, 0)
+            return digests_of.of(slot, starts[item], sizes[item], 1, 0)
 
         messages = {}
         for target, (first, items) in bucket.shares.items():
