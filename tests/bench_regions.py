@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from weightsync.engines.regions.digests import RowDigests
 from weightsync.engines.regions.incoming import Incoming, packed_spans, spans
 from weightsync.engines.regions.outgoing import Outgoing, Packing
 from weightsync.engines.regions.plan import RegionPlan
@@ -122,6 +123,7 @@ def run(layers: int, pp: int, ep: int, tp: int) -> None:
     with timed("what one policy rank gives (Outgoing)"):
         outgoing = Outgoing.of(plan, 0, readers, lent[0], bucket)
     read_all(incoming)
+    digest_all(incoming, plan.rollout[0])
     pack_all(plan, outgoing, bucket)
 
 
@@ -140,6 +142,18 @@ def read_all(incoming: Incoming) -> None:
             some = rows.select(part)
             spans(some, some.source_offset, some.target_offset)
             packed_spans(some, some.source_offset, some.target_offset)
+
+
+def digest_all(incoming: Incoming, table: RankTable) -> None:
+    """Time the digests of what a rollout rank has read; the bytes are hashed, too."""
+    flats = [torch.zeros(each.numel, dtype=torch.bfloat16) for each in table.storages]
+    count = sum(len(rows) for rows in incoming.lent.values())
+    with timed("  checking: digests of what was lent", count):
+        found = RowDigests(flats.__getitem__)
+        for rows in incoming.lent.values():
+            columns = (rows.target_storage, rows.target_offset, rows.nbytes, rows.count, rows.target_step)
+            for row in np.stack(columns, axis=1).tolist():
+                found.of(*row)
 
 
 def pack_all(plan: RegionPlan, outgoing: Outgoing, bucket_size: int) -> None:

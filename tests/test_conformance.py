@@ -40,6 +40,15 @@ class TestNixl(Fast, EngineConformance):
     engine = "nixl"
 
 
+@pytest.mark.slow
+@pytest.mark.nixl
+class TestNixlByRegions(Fast, EngineConformance):
+    """Streams that do not say where their tensors are: all go whole, as without sharding."""
+
+    engine = "nixl"
+    settings = fast(shard_weights="auto")
+
+
 @pytest.mark.exhaustive
 @pytest.mark.nixl
 class TestNixlStar(Fast, TopologyConformance):
