@@ -22,7 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from weightsync.cluster.base import Failure, RolloutGroup, WorkerGroup, driver_failure
+from weightsync.attendance import absent_ranks, require_workers
+from weightsync.cluster.base import RolloutGroup, WorkerGroup
 from weightsync.config import RefitConfig, load_refit_config
 from weightsync.connection import (
     Connection,
@@ -30,7 +31,7 @@ from weightsync.connection import (
     highest_version,
 )
 from weightsync.crew import Crew, Deadline, StepError
-from weightsync.errors import ConfigurationError, DeadlineError, LifecycleError, RefitError
+from weightsync.errors import LifecycleError, RefitError
 from weightsync.failures import Serving, may_lack_engine, refit_error
 from weightsync.lifecycle import HeldRefit, Refit, RefitPlan
 from weightsync.membership import Membership
@@ -38,6 +39,7 @@ from weightsync.progress import NoProgress, ProgressListener, RefitProgress
 from weightsync.report import RefitReport
 from weightsync.status import RankStatus, ask_status
 from weightsync.topology import RankId
+from weightsync.versions import Versions
 
 # News of a failure reaches a rank that waits for its peer within about a second.
 _LEAST_GRACE_S = 1.5
@@ -82,8 +84,7 @@ class CheckpointEngineWeightSynchronizer:
         )
         self._topology = ""
         self._epoch = 0
-        self._published: int | None = None
-        self._floor: int | None = None
+        self._versions = Versions()
         self._serving: dict[int, Serving] = {}
         self._changes = 0
         self._synced: int | None = None
@@ -92,7 +93,7 @@ class CheckpointEngineWeightSynchronizer:
     @property
     def weight_version(self) -> int | None:
         """The version published last; `None` before the first refit."""
-        return self._published
+        return self._versions.published
 
     @property
     def bucket_size_bytes(self) -> int | None:
@@ -161,7 +162,7 @@ class CheckpointEngineWeightSynchronizer:
         """
         with self._exclusive("sync_weights"):
             self._require_ready()
-            version = self._next_version(version)
+            version = self._versions.following(version)
             self._epoch += 1
             self._synced = None
             return self._refit(version, self._present(f"refit {self._epoch} to version {version}"))
@@ -270,7 +271,7 @@ class CheckpointEngineWeightSynchronizer:
     def _connect(self) -> None:
         start = Deadline(self._settings.total_s)
         self._connection.make(start, self._step_s)
-        self._raise_floor(highest_version(self._crew, Deadline(min(self._step_s, start.left_s()))))
+        self._versions.raise_floor(highest_version(self._crew, Deadline(min(self._step_s, start.left_s()))))
 
     def _require_topology(self) -> None:
         """Check that the topology fits the world sizes, and note it for the reports."""
@@ -318,15 +319,11 @@ class CheckpointEngineWeightSynchronizer:
         if self._settings.on_failure == "fail":
             self._require_workers(attempt)
             return self._crew
-        absent = self._absent()
+        absent = absent_ranks(self._crew)
         hosts = {self._crew.host_of(who.rank) for who in absent}
         present = set(self._crew.rollout.rank_prefixes) - hosts
         self._require_workers(attempt, absent if present else ())
         return self._crew.among(present) if hosts else self._crew
-
-    def _absent(self) -> list[RankId]:
-        """Return the rollout ranks that are known to be lost or busy."""
-        return [who for who in self._crew.settle() | set(self._crew.lost) if who.side == "rollout"]
 
     @contextmanager
     def _changing(self, what: str, leaving: Sequence[RankId] = ()) -> Iterator[None]:
@@ -334,7 +331,7 @@ class CheckpointEngineWeightSynchronizer:
         with self._exclusive(what), self._shown(what):
             self._require_ready(what)
             goes_on = self._settings.on_failure == "continue"
-            self._require_workers(what, [*leaving, *(self._absent() if goes_on else ())])
+            self._require_workers(what, [*leaving, *(absent_ranks(self._crew) if goes_on else ())])
             try:
                 yield
             except StepError as error:
@@ -349,13 +346,13 @@ class CheckpointEngineWeightSynchronizer:
 
     def _catch_up(self, what: str, hosts: Sequence[int]) -> RefitReport | None:
         """Bring the published version to new hosts, if the policy still has it, or holds it for them."""
-        if self._published is None or self._synced is None:
+        if self._versions.published is None or self._synced is None:
             return None
         self._epoch += 1
         if self.is_stale:
-            return self._give_held(what, hosts, self._published)
+            return self._give_held(what, hosts, self._versions.published)
         plan = RefitPlan(
-            version=self._published, epoch=self._epoch, connect=None, release=False, partial=True
+            version=self._versions.published, epoch=self._epoch, connect=None, release=False, partial=True
         )
         refit = Refit(self._crew.among(hosts), self._settings, plan)
         try:
@@ -406,27 +403,11 @@ class CheckpointEngineWeightSynchronizer:
             self._connection.is_due = self._release or self._synced is None
         self._serving = dict(refit.serving)
         if refit.published:
-            self._published = version
-            self._raise_floor(version)
+            self._versions.published = version
+            self._versions.raise_floor(version)
         for state in refit.serving.values():
-            self._raise_floor(state.version)
-            self._raise_floor(state.highest)
-
-    def _raise_floor(self, version: int | None) -> None:
-        if version is not None:
-            self._floor = version if self._floor is None else max(self._floor, version)
-
-    def _next_version(self, version: int | None) -> int:
-        if version is None:
-            return 1 if self._floor is None else self._floor + 1
-        if isinstance(version, bool) or not isinstance(version, int) or version < 0:
-            raise ConfigurationError(f"sync_weights: version must be a whole number, got {version!r}")
-        if self._floor is not None and version <= self._floor:
-            raise LifecycleError(
-                f"sync_weights: version {version} does not follow version {self._floor}, which is in use: "
-                "versions must increase"
-            )
-        return version
+            self._versions.raise_floor(state.version)
+            self._versions.raise_floor(state.highest)
 
     def _require_ready(self, what: str = "sync_weights") -> None:
         if self._state == "new":
@@ -435,26 +416,7 @@ class CheckpointEngineWeightSynchronizer:
             raise LifecycleError(f"{what}: shut down; call init_communicator() to connect again")
 
     def _require_workers(self, attempt: str, leaving: Sequence[RankId] = ()) -> None:
-        """Refuse at once, rather than hang, while a worker is dead or still busy with an earlier call.
-
-        Those that are ``leaving`` may be so.
-        """
-        busy = self._crew.settle() - set(leaving)
-        lost = {who: error for who, error in self._crew.lost.items() if who not in leaving}
-        failures = [Failure(who, record, "lost") for who, record in lost.items()] + [
-            driver_failure(who, "check", DeadlineError, "still busy with a call that was given up earlier")
-            for who in sorted(busy)
-        ]
-        if failures:
-            error, cause = refit_error(
-                attempt,
-                failures,
-                lost=lost,
-                busy=busy,
-                patient=self._crew.patient(),
-                serving=self._serving,
-            )
-            raise error from cause
+        require_workers(self._crew, attempt, leaving, self._serving)
 
     def _disconnect(self) -> None:
         for complaint in disconnect_engines(self._crew, self._settings.silence_s):
