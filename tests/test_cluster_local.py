@@ -19,6 +19,7 @@ from tests.scripted_workers import (
 )
 from weightsync.cluster.base import gather
 from weightsync.cluster.local import LocalPolicyGroup, LocalRolloutGroup
+from weightsync.cluster.units import UnitCall
 from weightsync.errors import (
     ConfigurationError,
     DeadlineError,
@@ -230,3 +231,21 @@ def test_ray_groups_without_ray_name_the_extra(monkeypatch):
     for make in (RayPolicyGroup, RayRolloutGroup):
         with pytest.raises(MissingDependencyError, match=r"pip install 'weightsync\[ray\]'"):
             make([object()])
+
+
+def test_an_answer_survives_an_interruption_while_it_is_taken(monkeypatch):
+    call = LocalRolloutGroup([ScriptedEngineHost(1), ScriptedEngineHost(1)]).submit("refit_status")
+    answers = []
+
+    def interrupted(self, answer):
+        answers.append(answer)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(UnitCall, "_outcomes", interrupted)
+        call.poll(5.0)
+    assert len(answers) == 1
+    assert call.outstanding == {0, 1}
+    heard = ask(call)
+    assert sorted(heard.of("rollout")) == [0, 1]
+    assert not call.outstanding

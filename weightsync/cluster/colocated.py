@@ -7,8 +7,7 @@ have to come and go on both sides at once, so these groups have fixed workers.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +16,6 @@ from weightsync.cluster.units import AnswerSource, Caller, HostGroup, RawAnswer,
 
 COLOCATED_METHODS = ("checkpoint_engine_rpc", "colocated_rpc", "refit_control")
 """What a colocated worker answers."""
-
-_SIDES = ("policy", "rollout")
 
 
 class ColocatedPolicyGroup(UnitGroup):
@@ -44,42 +41,23 @@ class ColocatedRolloutGroup(HostGroup):
     def transfer(self) -> tuple[PendingCall, PendingCall]:
         """Start ``refit_colocated`` on every worker; see `ColocatedGroup.transfer`."""
         requests = [Request(unit, self.rpc_entry, "refit_colocated", {}) for unit in self._units]
-        halves = _Halves(self._caller.start(requests))
+        source = self._caller.start(requests)
         policy = [replace(unit, ranks=range(rank, rank + 1)) for rank, unit in enumerate(self._units)]
         return (
-            UnitCall("rollout", self._units, halves.of("rollout"), per_unit=False),
-            UnitCall("policy", policy, halves.of("policy"), per_unit=False),
+            UnitCall("rollout", self._units, _Half(source, "rollout"), per_unit=False),
+            UnitCall("policy", policy, _Half(source, "policy"), per_unit=False),
         )
 
 
-class _Halves:
-    """Deals the answers of one call out to the two sides that they are about."""
-
-    def __init__(self, source: AnswerSource) -> None:
-        self._source = source
-        self._waiting: dict[str, deque[RawAnswer]] = {side: deque() for side in _SIDES}
-
-    def of(self, side: str) -> AnswerSource:
-        """Return one side's answers."""
-        return _Half(self, side)
-
-    def take(self, side: str, timeout_s: float) -> list[RawAnswer]:
-        if not self._waiting[side]:
-            for answer in self._source.take(timeout_s):
-                for each, waiting in self._waiting.items():
-                    waiting.append(_half_of(answer, each))
-        own = list(self._waiting[side])
-        self._waiting[side].clear()
-        return own
-
-
 class _Half:
-    def __init__(self, halves: _Halves, side: str) -> None:
-        self._halves = halves
+    """What the answers of one call say about one of the two sides that they are about."""
+
+    def __init__(self, source: AnswerSource, side: str) -> None:
+        self._source = source
         self._side = side
 
-    def take(self, timeout_s: float) -> list[RawAnswer]:
-        return self._halves.take(self._side, timeout_s)
+    def take(self, timeout_s: float, awaited: Collection[int]) -> list[RawAnswer]:
+        return [_half_of(answer, self._side) for answer in self._source.take(timeout_s, awaited)]
 
 
 def _half_of(answer: RawAnswer, side: str) -> RawAnswer:

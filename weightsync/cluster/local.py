@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from weightsync.cluster.colocated import COLOCATED_METHODS, ColocatedPolicyGroup, ColocatedRolloutGroup
@@ -131,16 +131,15 @@ def _answer(request: Request) -> RawAnswer:
 
 class _LocalAnswers:
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[RawAnswer] = queue.SimpleQueue()
+        self._came: dict[int, RawAnswer] = {}
+        self._news = threading.Condition()
 
     def put(self, answer: RawAnswer) -> None:
-        self._queue.put(answer)
+        with self._news:
+            self._came[answer.index] = answer
+            self._news.notify_all()
 
-    def take(self, timeout_s: float) -> list[RawAnswer]:
-        answers: list[RawAnswer] = []
-        try:
-            answers.append(self._queue.get(timeout=timeout_s) if timeout_s > 0 else self._queue.get_nowait())
-            while True:
-                answers.append(self._queue.get_nowait())
-        except queue.Empty:
-            return answers
+    def take(self, timeout_s: float, awaited: Collection[int]) -> list[RawAnswer]:
+        with self._news:
+            self._news.wait_for(lambda: self._came.keys() & awaited, timeout_s)
+            return [answer for index, answer in self._came.items() if index in awaited]  # as they came

@@ -6,7 +6,7 @@ around an asynchronous engine offer ``checkpoint_engine_rpc_async`` and are call
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -114,23 +114,24 @@ class _RayAnswers:
 
     def __init__(self, ray: Any, requests: Sequence[Request]) -> None:
         self._ray = ray
-        self._refused: list[RawAnswer] = []
-        self._refs: dict[Any, int] = {}
+        self._refused: dict[int, RawAnswer] = {}
+        self._refs: dict[int, Any] = {}
         for request in requests:
             try:
                 method = getattr(request.unit.worker, _entry(request))
-                self._refs[method.remote(request.method, request.kwargs)] = request.unit.index
+                self._refs[request.unit.index] = method.remote(request.method, request.kwargs)
             except (ray.exceptions.RayError, ValueError, TypeError) as error:
-                self._refused.append(_failed(ray, request.unit.index, error))
+                self._refused[request.unit.index] = _failed(ray, request.unit.index, error)
 
-    def take(self, timeout_s: float) -> list[RawAnswer]:
-        answers, self._refused = self._refused, []
-        if not self._refs:
+    def take(self, timeout_s: float, awaited: Collection[int]) -> list[RawAnswer]:
+        answers = [answer for index, answer in self._refused.items() if index in awaited]
+        refs = {ref: index for index, ref in self._refs.items() if index in awaited}
+        if not refs:
             return answers
         if not answers:
-            self._ray.wait(list(self._refs), num_returns=1, timeout=timeout_s)
-        ready, _ = self._ray.wait(list(self._refs), num_returns=len(self._refs), timeout=0)
-        return answers + [self._answer(ref, self._refs.pop(ref)) for ref in ready]
+            self._ray.wait(list(refs), num_returns=1, timeout=timeout_s)
+        ready, _ = self._ray.wait(list(refs), num_returns=len(refs), timeout=0)
+        return answers + [self._answer(ref, refs[ref]) for ref in ready]
 
     def _answer(self, ref: Any, index: int) -> RawAnswer:
         try:

@@ -48,10 +48,14 @@ class RawAnswer:
 
 
 class AnswerSource(Protocol):
-    """The answers of one set of requests, as they come in."""
+    """The answers of one set of requests.
 
-    def take(self, timeout_s: float) -> list[RawAnswer]:
-        """Return what newly came in, after at most ``timeout_s`` seconds."""
+    It keeps them: a caller that is interrupted while it takes some must not lose them, or their workers would
+    count as busy for ever.
+    """
+
+    def take(self, timeout_s: float, awaited: Collection[int]) -> list[RawAnswer]:
+        """Return the answers of these units that are there; waits for the first at most ``timeout_s`` s."""
 
 
 class Caller(Protocol):
@@ -92,7 +96,7 @@ class UnitCall:
         """Return the outcomes that newly came in; waits for the first at most ``timeout_s`` seconds."""
         if not self._units:
             return []
-        answers = self._source.take(max(timeout_s, 0.0))
+        answers = self._source.take(max(timeout_s, 0.0), frozenset(self._units))
         return [outcome for answer in answers for outcome in self._outcomes(answer)]
 
     def _answering(self, unit: Unit) -> range:

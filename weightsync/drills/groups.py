@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -48,26 +48,27 @@ class _Caller:
         self._passing = passing
 
     def start(self, requests: Sequence[Request]) -> AnswerSource:
-        futures: dict[Future[Any], int] = {}
+        futures: dict[int, Future[Any]] = {}
         for request in requests:
             passed = self._passing(request)
             if passed is None:
-                futures[Future()] = request.unit.index
+                futures[request.unit.index] = Future()
             else:
                 remote: Remote = passed.unit.worker
-                futures[remote.call(passed.entry, passed.method, passed.kwargs)] = passed.unit.index
+                futures[passed.unit.index] = remote.call(passed.entry, passed.method, passed.kwargs)
         return _Answers(futures)
 
 
 class _Answers:
-    def __init__(self, futures: dict[Future[Any], int]) -> None:
+    def __init__(self, futures: dict[int, Future[Any]]) -> None:
         self._futures = futures
 
-    def take(self, timeout_s: float) -> list[RawAnswer]:
+    def take(self, timeout_s: float, awaited: Collection[int]) -> list[RawAnswer]:
+        futures = {self._futures[index]: index for index in awaited}
         done, _ = concurrent.futures.wait(
-            self._futures, timeout=timeout_s, return_when=concurrent.futures.FIRST_COMPLETED
+            futures, timeout=timeout_s, return_when=concurrent.futures.FIRST_COMPLETED
         )
-        return [_answer(self._futures.pop(future), future) for future in done]
+        return [_answer(futures[future], future) for future in done]
 
 
 def _answer(index: int, future: Future[Any]) -> RawAnswer:
