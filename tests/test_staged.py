@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 import torch
@@ -96,6 +97,16 @@ def test_with_continue_a_failed_load_costs_its_own_engine_only():
     kept.version, kept.fenced, kept.dirty = 1, None, False  # as one that had kept the old version
     report = job.synchronizer.sync_weights()
     assert [(each.rank, each.version) for each in report.failed] == [(1, 1)]
+
+
+def test_with_continue_an_engine_that_hangs_in_the_load_leaves_time_for_the_others():
+    job = Job(sizes=(1, 1), **STAGED, on_failure="continue", stall_s=0.5, total_s=20.0)
+    wake = threading.Event()
+    job.hosts[1].script["load_staged_weights"] = lambda kwargs: wake.wait(20)
+    report = job.synchronizer.sync_weights()
+    wake.set()
+    assert report.ok == (0,)
+    assert report.seconds["load"] < 3
 
 
 # One rank.

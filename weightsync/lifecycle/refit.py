@@ -230,7 +230,9 @@ class Refit:
     def _load(self) -> None:
         crew = self._casualties.left
         crew.stale.update(crew.rollout.rank_prefixes)
-        answers = self._do.each("load", crew.rollout.submit("load_staged_weights"))
+        # As for the commit; loading takes no longer than the transfer did, for the bytes are the same.
+        limit_s = self._settings.stall_s + self._do.seconds["transfer"]
+        answers = self._do.each("load", crew.rollout.submit("load_staged_weights"), limit_s=limit_s)
         self._take_figures("load", answers)
 
     def _take_figures(self, phase: str, answers: Answers) -> None:
