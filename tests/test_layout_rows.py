@@ -15,6 +15,7 @@ from weightsync.engines.regions import plan as plan_module
 from weightsync.engines.regions.incoming import Incoming
 from weightsync.engines.regions.plan import RegionPlan
 from weightsync.errors import ConfigurationError
+from weightsync.layout import rows as rows_module
 from weightsync.layout.holdings import Replicated, Sharded, box_pieces, local_ranges
 from weightsync.layout.regions import Box, contiguous_strides
 from weightsync.layout.rows import Rows, in_buckets
@@ -209,6 +210,12 @@ def test_buckets_hold_every_item_once_in_order_aligned_and_apart(sizes):
         assert all(a + n <= b for a, n, b in zip(offsets, mine, offsets[1:], strict=False))
         assert offsets[-1] + mine[-1] <= 700
     assert seen == list(range(len(sizes)))
+
+
+def test_a_bucket_has_no_more_items_than_its_message_can_name(monkeypatch):
+    monkeypatch.setattr(rows_module, "MOST_IN_A_BUCKET", 3)
+    found = [items for items, _ in in_buckets(np.full(8, 4, np.int64), 1 << 20)]
+    assert [(items.start, items.stop) for items in found] == [(0, 3), (3, 6), (6, 8)]
 
 
 def test_box_of_nothing_is_left_out():

@@ -266,6 +266,43 @@ def test_memory_of_another_size_is_refused_before_anything_is_written(side):
         check_good_refit(made)
 
 
+def test_other_tensors_than_were_told_of_are_refused():
+    with crew(rollout=1) as made:
+        memory = made.memories[0][0]
+        table = memory.table
+        memory.table = msgspec.structs.replace(table, manifest="00" * 16)
+        all_failed(made.attempt(made.full), ManifestError, [0])
+        memory.table = table
+        check_good_refit(made)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_policy_rank_that_fails_before_tensors_go_whole(monkeypatch, alone):
+    """Also one that no rank reads regions of: the others wait for it, in step."""
+    full = some()
+    manifest = manifest_of(full)
+    regions = {name: each for name, each in full.items() if name != "c"}
+    policy = [sharded(manifest, full, r, 2, {"a": 0, "b": 0}, whole=("c",)) for r in range(2)]
+    if alone:
+        policy = [sharded(manifest, each, 0, 1, {}, whole=("c",)) for each in (regions, {})]
+    rollout = [sharded(manifest, full, r, 2, DIMS, whole=("c",), hold=False) for r in range(2)]
+    original = Lender.take
+
+    def fails(self, memory):
+        if memory is policy[1]:
+            raise LifecycleError("the weights are gone")
+        return original(self, memory)
+
+    with Regions(policy, rollout) as made:
+        monkeypatch.setattr(Lender, "take", fails)
+        outcomes = made.attempt(full)
+        assert all(isinstance(each, WeightSyncError) for each in outcomes), outcomes
+        assert all("the weights are gone" in str(each) for each in outcomes), outcomes
+        monkeypatch.undo()
+        got = made.refit(full)
+        assert all(torch.equal(each["c"], full["c"]) for each in got)
+
+
 # The consumer.
 
 
@@ -283,6 +320,7 @@ def test_large_parameters_are_not_overwritten_while_they_are_looked_at():
         check_served(made, made.full, dims)
 
 
+@pytest.mark.slow
 def test_buckets_smaller_than_a_row_and_rows_that_two_ranks_get():
     shapes = {"big": (3000, 300), "c": (70_000,), "d": (70_001,)}
     dims = dict.fromkeys(shapes)
@@ -335,6 +373,7 @@ def test_released_parameters_are_poisoned():
 # The lifecycle.
 
 
+@pytest.mark.slow
 def test_some_receivers_only():
     with crew(rollout=3) as made:
         for engine in (*made.policy, made.rollout[0], made.rollout[2]):
@@ -356,6 +395,7 @@ def test_some_receivers_only():
         check_good_refit(made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("between", ["prepare twice", "release_after_refit"])
 def test_engines_are_prepared_again(between):
     with crew(release_after_refit=between == "release_after_refit") as made:
@@ -369,6 +409,7 @@ def test_engines_are_prepared_again(between):
         check_good_refit(made)
 
 
+@pytest.mark.slow
 def test_a_policy_rank_that_is_closed_in_the_middle(monkeypatch):
     original = Lender.pack
 
@@ -385,6 +426,7 @@ def test_a_policy_rank_that_is_closed_in_the_middle(monkeypatch):
         check_good_refit(made)
 
 
+@pytest.mark.slow
 def test_ranks_that_have_nothing_take_part():
     full = some()
     manifest = manifest_of(full)

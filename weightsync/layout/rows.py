@@ -138,6 +138,9 @@ class Rows:
 
 _LARGEST_ITEM = 16
 
+MOST_IN_A_BUCKET = 1 << 20
+"""Items: each is named in the message that tells of the bucket, and messages are bounded."""
+
 
 def joined(parts: Sequence[Rows]) -> Rows:
     """Return all rows of some parts, one after another."""
@@ -283,7 +286,7 @@ def in_buckets(sizes: Ints, limit: int, alignment: int = ALIGNMENT) -> Iterator[
     offsets: list[int] = []
     for index, size in enumerate(sizes.tolist()):
         start = -(-offset // alignment) * alignment
-        if start + size > limit and offsets:
+        if offsets and (start + size > limit or len(offsets) == MOST_IN_A_BUCKET):
             yield slice(first, index), np.array(offsets, np.int64)
             first, start, offsets = index, 0, []
         offsets.append(start)
