@@ -35,6 +35,8 @@ class Lender:
         self.table: RankTable = memory.table
         self._flats: list[torch.Tensor | None] = []
         self._addresses: Ints = np.empty(0, np.int64)
+        self._places: list[int] = []
+        """Where all storages are, also those that cannot be lent: packing has views of both."""
         self._keys: bytes | None = b""
         self._outgoing: tuple[RegionPlan, tuple[tuple[int, ...], bytes], Outgoing] | None = None
         self._packings: dict[tuple[int, int], Packing] = {}
@@ -57,10 +59,13 @@ class Lender:
         for storage, flat in zip(self.table.storages, flats, strict=True):
             require_as_told(storage, flat, "policy")
         addresses = np.array([self._address(flat) for flat in flats], np.int64)
+        places = [0 if flat is None else flat.data_ptr() for flat in flats]
         self._flats = flats
+        if places != self._places:
+            self._places = places
+            self._packings.clear()
         if not np.array_equal(addresses, self._addresses):
             self._addresses = addresses
-            self._packings.clear()
             self._keys = None
             lendable = [flat.detach() for flat in flats if flat is not None and self._address(flat)]
             with self.stopwatch.phase("register"):
