@@ -253,6 +253,24 @@ def test_shards_that_move_there_and_back():
         check_good_refit(made, 2)
 
 
+def test_storages_that_share_memory():
+    """Tied weights, and views that overlap: registered once, or NIXL crashes."""
+    full = some(shapes={"embed": (64, 32), "head": (64, 32), "part": (16, 32)})
+    full |= {"head": full["embed"].clone(), "part": full["embed"][8:24].clone()}
+    manifest = manifest_of(full)
+    policy, rollout = [[sharded(manifest, full, 0, 1, {}, hold=hold)] for hold in (True, False)]
+    for (memory,) in (policy, rollout):
+        whole = memory.flats[0]
+        memory.flats[1:] = whole, whole[8 * 32 : 24 * 32]
+    with Regions(policy, rollout) as made:
+        made.refit(full)
+        assert torch.equal(rollout[0].flats[0].view(64, 32), full["embed"])
+        for memories in made.memories:
+            memories[0].flats = [flat.clone() for flat in memories[0].flats]
+        made.refit(full)
+        assert torch.equal(rollout[0].flats[1].view(64, 32), full["embed"])
+
+
 @pytest.mark.parametrize("side", [0, 1])
 def test_memory_of_another_size_is_refused_before_anything_is_written(side):
     with crew(rollout=1) as made:

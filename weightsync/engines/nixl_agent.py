@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,6 +45,20 @@ def import_nixl() -> Any:
             f"refit_transport nixl needs the NIXL package: pip install 'weightsync[nixl]' ({error})"
         ) from error
     return _api
+
+
+def _apart(regions: Sequence[MemoryRegion]) -> list[MemoryRegion]:
+    """Join regions that overlap: NIXL crashes when it is to let go of one that it was given twice at once."""
+    joined: list[MemoryRegion] = []
+    for region in sorted(regions, key=lambda each: (each.device_index, each.address)):
+        last = joined[-1] if joined else region
+        end = last.address + last.nbytes
+        if joined and last.device_index == region.device_index and region.address < end:
+            end = max(end, region.address + region.nbytes)
+            joined[-1] = replace(last, nbytes=end - last.address)
+        else:
+            joined.append(region)
+    return joined
 
 
 class NixlRead:
@@ -120,9 +134,14 @@ class NixlAgent:
         return handle
 
     def register_all(self, buffers: Sequence[torch.Tensor]) -> Any:
-        """Register contiguous tensors of one device, none empty; returns one handle for `deregister`."""
+        """Register contiguous tensors of one device, none empty; returns one handle for `deregister`.
+
+        Tensors may share memory, as tied weights do.
+        """
+        regions = _apart([MemoryRegion.of(buffer) for buffer in buffers])
+        found = [(region.address, region.nbytes, region.device_index, "") for region in regions]
         with self._lock:
-            handle = self._agent.register_memory(list(buffers))
+            handle = self._agent.register_memory(found, mem_type=regions[0].kind)
         if handle is None:
             raise TransportError(f"NIXL refused to register {len(buffers)} tensors")
         return handle
