@@ -77,3 +77,44 @@ def test_what_is_cast_or_cannot_move_by_regions():
         for index, storage in enumerate(rollout[rank].table.storages):
             if storage.name not in whole:
                 assert torch.equal(rollout[rank].flats[index], want.flats[index]), storage.name
+
+
+KINDS = ("bool", "uint8", "int64", "float8_e4m3fn", "float16", "float64", "complex64")
+
+
+def test_every_kind_of_tensor_with_scalars_and_empty_ones():
+    make, full, dims, served_dims = torch.Generator().manual_seed(0), {}, {}, {}
+    for kind in KINDS:
+        dtype = getattr(torch, kind)
+        for name, shape, dim, served in (
+            ("w", (16, 24), 0, 1),
+            ("s", (), None, None),
+            ("e", (0, 4), None, None),
+        ):
+            count = torch.Size(shape).numel() * dtype.itemsize
+            data = torch.randint(0, 2, (count,), dtype=torch.uint8, generator=make)
+            full[f"{kind}.{name}"] = data.view(dtype).view(shape)
+            dims[f"{kind}.{name}"], served_dims[f"{kind}.{name}"] = dim, served
+    manifest = manifest_of(full)
+    policy = [sharded(manifest, full, r, 2, dims) for r in range(2)]
+    rollout = [sharded(manifest, full, r, 3, served_dims, hold=False) for r in range(3)]
+    with Regions(policy, rollout) as crew:
+        crew.refit(full)
+    for rank, memory in enumerate(rollout):
+        want = sharded(manifest, full, rank, 3, served_dims)
+        for got, expected, storage in zip(memory.flats, want.flats, memory.table.storages, strict=True):
+            assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8)), storage.name
+
+
+def test_long_runs_are_read_where_they_are():
+    full = {"wide": torch.randn(6, 20_000, generator=torch.Generator().manual_seed(0))}
+    manifest = manifest_of(full)
+    policy = [sharded(manifest, full, r, 2, {"wide": 0}) for r in range(2)]
+    for in_place in (True, False):
+        rollout = [
+            sharded(manifest, full, r, 2, {"wide": 1}, hold=False, in_place=in_place) for r in range(2)
+        ]
+        with Regions(policy, rollout) as crew:
+            crew.refit(full)
+            assert crew.policy[0].refit_stats()["bytes_packed"] == 0
+        check_served(rollout, full, {"wide": 1}, manifest)
