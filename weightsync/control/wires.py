@@ -210,7 +210,7 @@ def _send(socket: zmq.Socket[bytes], parts: list[bytes]) -> bool:
 
 def _received(socket: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
     for _ in range(_BATCH):
-        if not socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             return
         try:
             yield socket.recv_multipart(zmq.NOBLOCK, copy=False)
