@@ -338,6 +338,20 @@ def test_large_parameters_are_not_overwritten_while_they_are_looked_at():
         check_served(made, made.full, dims)
 
 
+def test_a_reader_that_goes_on_is_not_given_up_however_long_it_takes_in_all():
+    shapes = {f"w{i}": (500, 1024) for i in range(5)}
+    dims = dict.fromkeys(shapes)
+
+    async def slowly(engine, memory):
+        async for batch in engine.receive_weight_batches():
+            await asyncio.sleep(0.4)
+            memory.handed |= {name: tensor.clone() for name, tensor in batch}
+
+    with crew(rollout=1, in_place=False, shapes=shapes, dims=dims, stall_s=1.0) as made:
+        made.refit(made.full, receive=slowly)  # one batch a tensor: twice as long as anybody may be silent
+        check_served(made, made.full, dims)
+
+
 @pytest.mark.slow
 def test_buckets_smaller_than_a_row_and_rows_that_two_ranks_get():
     shapes = {"big": (3000, 300), "c": (70_000,), "d": (70_001,)}
@@ -386,6 +400,21 @@ def test_released_parameters_are_poisoned():
         assert len(kept) == 3
         assert all(torch.isnan(each).all() for each in kept)
         check_good_refit(made)
+
+
+@pytest.mark.slow
+def test_a_consumer_may_take_longer_for_all_than_for_each_batch():
+    shapes = {f"w{i}": (500, 512) for i in range(6)}
+    dims = dict.fromkeys(shapes)
+
+    async def slowly(engine, memory):
+        async for batch in engine.receive_weight_batches():
+            memory.handed |= {name: tensor.clone() for name, tensor in batch}
+            await asyncio.sleep(0.6)
+
+    with crew(rollout=1, in_place=False, shapes=shapes, dims=dims, stall_s=1.2) as made:
+        made.refit(made.full, receive=slowly)
+        check_served(made, made.full, dims)
 
 
 # The lifecycle.
