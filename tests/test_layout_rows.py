@@ -128,6 +128,7 @@ def values_of(manifest):
 def test_every_promised_element_is_written_once_with_its_value(problem, data):
     manifest, policy, rollout = problem
     plan = RegionPlan(manifest, policy, rollout)
+    check_closed(plan)
     full = values_of(manifest)
     bucket_size = data.draw(st.sampled_from([64, 272, 1000, 4096]), label="bucket")
     masks = st.lists(st.booleans(), min_size=40, max_size=40)
@@ -141,6 +142,16 @@ def test_every_promised_element_is_written_once_with_its_value(problem, data):
         check_memory(receiver, table, manifest, full, plan.whole)
         arrived = [spec.name for batch in receiver.incoming.batches for spec in batch.arrived]
         assert sorted(arrived) == sorted(s.name for s in manifest.tensors if s.name not in plan.whole)
+
+
+def check_closed(plan):
+    """No storage is filled by regions in part."""
+    for table in plan.rollout:
+        ways = {}
+        for spec, slots in zip(plan.manifest.tensors, table.slots, strict=True):
+            for slot in slots:
+                ways.setdefault(slot, set()).add(spec.name in plan.whole)
+        assert all(len(each) == 1 for each in ways.values())
 
 
 def check_memory(receiver, table, manifest, full, whole):

@@ -321,6 +321,25 @@ def test_a_policy_rank_that_fails_before_tensors_go_whole(monkeypatch, alone):
         assert all(torch.equal(each["c"], full["c"]) for each in got)
 
 
+@pytest.mark.slow
+def test_rollout_ranks_that_come_and_go():
+    dims = dict.fromkeys(SHAPES)
+    with crew(policy=2, rollout=1, dims=dims) as made:
+        made.refit(made.full)
+        manifest = made.memories[0][0].manifest
+        for seed in range(2):
+            joined = make_engine(1 << 20, shard_weights="auto", topology="auto")
+            made.rollout.append(joined)
+            made.memories[1].append(sharded(manifest, made.full, 0, 1, dims, hold=False))
+            joined.use_memory(made.memories[1][1])
+            update(made, 1)
+            check_good_refit(made, 2 * seed + 1, dims)
+            made.rollout.pop().close()
+            made.memories[1].pop()
+            update(made, None)
+            check_good_refit(made, 2 * seed + 2, dims)
+
+
 # The consumer.
 
 
