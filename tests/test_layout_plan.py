@@ -221,3 +221,19 @@ def test_layouts_are_checked():
         dtensor_pieces((4,), np.arange(4).reshape(2, 2), [Replicated()])
     with pytest.raises(ConfigurationError, match="cannot be sharded along 1"):
         dtensor_pieces((4,), np.arange(4), [Sharded(1)])
+
+
+def test_a_large_tensor_is_shared_out_among_all_that_hold_it():
+    infos = [TensorInfo("embed", (1 << 12, 1 << 10), 2), TensorInfo("norm", (1 << 10,), 2)]
+
+    def whole(side, ranks):
+        pieces = {
+            info.name: [Piece(rank, Box.whole(info.shape)) for rank in range(ranks)] for info in infos
+        }
+        return layout_from_pieces(side, ranks, infos, pieces)
+
+    plan = make_plan(whole("policy", 4), whole("rollout", 1))
+    boxes = sorted((copy.box.lo[0], copy.box.hi[0]) for copy in plan.copies() if copy.tensor == "embed")
+    assert boxes == [(0, 1 << 10), (1 << 10, 2 << 10), (2 << 10, 3 << 10), (3 << 10, 4 << 10)]
+    assert plan.links.sum() == sum(info.nbytes for info in infos)
+    assert plan.links.max() - plan.links.min() <= infos[1].nbytes

@@ -17,6 +17,9 @@ from weightsync.layout.balance import deal, level_counts
 from weightsync.layout.pieces import ABSENT, Layout, Pattern, TensorInfo
 from weightsync.layout.regions import Box, Ints, disjoint_cells, intersect_all, uncovered
 
+WORTH_SHARING = 1 << 20
+"""Bytes of a part for which it is worth to have another rank send it."""
+
 
 @dataclass(frozen=True)
 class CopyGroup:
@@ -203,7 +206,23 @@ def _match(rollout: Layout, kin: _Class, of: Pattern, cells: _Cells) -> Iterator
     for cell in np.unique(at).tolist():
         mine = np.flatnonzero(at == cell)
         holders = cells.holders[cell]
-        yield CopyGroup(kin.tensors, kin.itemsize, of, to, holders, pieces[mine], lo[mine], hi[mine])
+        yield _spread(CopyGroup(kin.tensors, kin.itemsize, of, to, holders, pieces[mine], lo[mine], hi[mine]))
+
+
+def _spread(group: CopyGroup) -> CopyGroup:
+    """Cut large boxes, where more ranks hold them than there are copies, so that each can send a part."""
+    parts = len(group.holders) // (len(group.tensors) * len(group.pieces))
+    if parts < 2 or not group.lo.shape[1]:
+        return group
+    rows = group.hi[:, 0] - group.lo[:, 0]
+    parts = min(parts, int(rows.min()), int(group.nbytes.min()) // WORTH_SHARING)
+    if parts < 2:
+        return group
+    index, part = np.divmod(np.arange(len(rows) * parts), parts)
+    lo, hi = group.lo[index].copy(), group.hi[index].copy()
+    lo[:, 0] += rows[index] * part // parts
+    hi[:, 0] = group.lo[index, 0] + rows[index] * (part + 1) // parts
+    return replace(group, pieces=group.pieces[index], lo=lo, hi=hi)
 
 
 def _find_cells(pattern: Pattern) -> _Cells:
