@@ -163,6 +163,15 @@ class Digests(Message, frozen=True, tag=True, forbid_unknown_fields=True):
     digests: bytes
 
 
+class Loaded(Message, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The receiver has loaded its batch ``number`` of what moves by regions, wherever it came from."""
+
+    number: Count
+
+    def describe(self) -> str:  # noqa: D102 - inherited
+        return f"batch {self.number} loaded"
+
+
 class Taken(Message, frozen=True, tag=True, forbid_unknown_fields=True):
     """The receiver has read, checked and loaded all that moves by regions."""
 
@@ -236,6 +245,7 @@ AnyMessage = (
     | Exposed
     | Packed
     | Digests
+    | Loaded
     | Taken
     | Done
     | Complete

@@ -11,9 +11,9 @@ from functools import partial
 import numpy as np
 import torch
 
-from weightsync.control import Exposed, Link, Packed, Release, Taken
+from weightsync.control import Exposed, Link, Loaded, Packed, Release, Taken
 from weightsync.engines.base import ParameterBatch
-from weightsync.engines.buffers import POISON
+from weightsync.engines.buffers import POISON, await_readers, synchronize
 from weightsync.engines.pump import Pump
 from weightsync.engines.refit import Refit, saying_what_was_heard
 from weightsync.engines.regions.borrowing import Borrower, Place
@@ -102,6 +102,8 @@ class RegionReceiver:
             )
             if self._borrower.writes_in_place and self._before_writing is not None:
                 self._before_writing()
+                # Reads do not wait for what is queued on a device, and may still use what is written.
+                synchronize(self._refit.buffers[0].device)
             for rank, source in self._sources.items():
                 source.expect(len(self._incoming.lent[rank]), len(self._incoming.packed[rank]))
             self._pump.start()
@@ -109,12 +111,19 @@ class RegionReceiver:
                 self.batches_yielded += 1
                 handed = self._borrower.parameters(ready.batch, ready.place)
                 yield ParameterBatch(handed, arrived=ready.batch.arrived, nbytes=self._nbytes(ready.batch))
+                # As above: the next read into this buffer does not wait for the device either.
+                await_readers(ready.place.buffer)
                 if self._refit.poison_released:
                     _poison(handed)
+                    synchronize(ready.place.buffer.device)
                 del handed
                 self._refit.watch.wake(partial(self._slots.drop, ready.slot))
-            for source in self._sources.values():
-                source.link.send(Taken())
+                self._tell(Loaded(self.batches_yielded))  # or a sender would hear nothing while all goes well
+            self._tell(Taken())
+
+    def _tell(self, message: Loaded | Taken) -> None:
+        for source in self._sources.values():
+            source.link.send(message)
 
     def figures(self) -> dict[str, float]:
         """Return what `CheckpointEngine.refit_stats` gives, and the bytes by the copies that they took."""

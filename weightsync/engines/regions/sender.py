@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from weightsync.control import Digests, Exposed, Link, Packed, Release, Taken
+from weightsync.control import Digests, Exposed, Link, Loaded, Packed, Release, Taken
 from weightsync.engines.buffers import synchronize
 from weightsync.engines.refit import Refit
 from weightsync.engines.regions.digests import RowDigests
@@ -22,7 +22,7 @@ from weightsync.errors import ProtocolError, WeightSyncError
 from weightsync.layout.rows import Rows
 
 T = TypeVar("T")
-_ANSWERS: tuple[type[Release | Taken], ...] = (Release, Taken)
+_ANSWERS: tuple[type[Release | Loaded | Taken], ...] = (Release, Loaded, Taken)
 _DIGESTS_AT_ONCE = 512
 
 
@@ -179,7 +179,9 @@ class RegionSender:
                 self._enter(target, link, answer)
         return heard
 
-    def _enter(self, target: int, link: Link, answer: Release | Taken) -> None:
+    def _enter(self, target: int, link: Link, answer: Release | Loaded | Taken) -> None:
+        if isinstance(answer, Loaded):
+            return  # it goes on: that is all there is to know
         if isinstance(answer, Taken):
             if any(target in holders for _, holders in self._holders.values()):
                 raise ProtocolError(
@@ -204,8 +206,8 @@ class RegionSender:
         late = next((rank for rank in self._reading if not holders or rank in holders), None)
         if late is None:
             return ProtocolError("no reader is waited for", phase=phase)
-        return self._reading[late].overdue(Release, Taken, phase=phase, waited_s=waited_s)
+        return self._reading[late].overdue(*_ANSWERS, phase=phase, waited_s=waited_s)
 
 
-def _next_of(link: Link) -> Release | Taken | None:
+def _next_of(link: Link) -> Release | Loaded | Taken | None:
     return link.poll(*_ANSWERS, phase="waiting for the readers")
