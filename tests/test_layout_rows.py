@@ -58,13 +58,13 @@ def sides(draw, manifest, side):
                 draw(st.sampled_from([None, 0, 1])) if side == "rollout" else None,  # experts: one owner
             )
         )  # fmt: skip
-    fused = draw(st.booleans())
+    fused, turned, spare = draw(st.booleans()), draw(st.booleans()), draw(st.sampled_from([0, 2]))
     whole = draw(st.sets(st.sampled_from([s.name for s in manifest.tensors]), max_size=1))
     tables = []
     for rank in range(world):
         builder = TableBuilder(manifest)
         if rank < prod(mesh):
-            _fill(builder, plans, rank, mesh, fused)
+            _fill(builder, plans, rank, mesh, (fused, turned, spare))
         if rank == 0 or draw(st.booleans()):
             for name in whole:
                 builder.need_whole(name, "the test wants it so")
@@ -72,7 +72,8 @@ def sides(draw, manifest, side):
     return tuple(RankTable.decode(table.encode()) for table in tables)
 
 
-def _fill(builder, plans, rank, mesh, fused):
+def _fill(builder, plans, rank, mesh, how):
+    fused, turned, spare = how
     coordinate = np.unravel_index(rank, mesh)
     ends, boxes = {}, {}
     for spec, dtype, placed, group, twice, transposed, gap, owner in plans:
@@ -94,7 +95,8 @@ def _fill(builder, plans, rank, mesh, fused):
                     offset = sum(a * b for a, b in zip(_index(offset, local), back, strict=True))
                     strides = back
                 boxes[spec.name].append((home, dtype, piece.box, start + offset, strides))
-    index = {key: builder.add_storage(key[0], (end + 2,), key[1]) for key, end in ends.items()}
+    order = list(ends.items())[:: -1 if turned else 1]
+    index = {key: builder.add_storage(key[0], (end + spare,), key[1]) for key, end in order}
     for name, each in boxes.items():
         builder.add(name, [HeldBox(index[h, d], box, at, steps) for h, d, box, at, steps in each])
 
@@ -139,9 +141,19 @@ def test_every_promised_element_is_written_once_with_its_value(problem, data):
         flats = [filled(table, manifest, full) for table in policy]
         receivers = carry_out(plan, flats, lent, in_place, bucket_size)
     for receiver, table in zip(receivers, rollout, strict=True):
+        check_arrivals(receiver.incoming, table, manifest)
         check_memory(receiver, table, manifest, full, plan.whole)
         arrived = [spec.name for batch in receiver.incoming.batches for spec in batch.arrived]
         assert sorted(arrived) == sorted(s.name for s in manifest.tensors if s.name not in plan.whole)
+
+
+def check_arrivals(incoming, table, manifest):
+    """A tensor has arrived when all storages that it goes into are filled, and not before."""
+    slots = dict(zip((spec.name for spec in manifest.tensors), table.slots, strict=True))
+    filled_by = {index: n for n, batch in enumerate(incoming.batches) for index in batch.storages}
+    for number, batch in enumerate(incoming.batches):
+        for spec in batch.arrived:
+            assert all(filled_by[slot] <= number for slot in slots[spec.name]), spec.name
 
 
 def check_closed(plan):
