@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +12,7 @@ from weightsync.errors import ConfigurationError, ManifestError
 from weightsync.layout.regions import Box
 from weightsync.layout.tables import HeldBox, TableBuilder
 from weightsync.rollout.vllm import destinations as module
+from weightsync.rollout.vllm import loader
 from weightsync.rollout.vllm.destinations import VllmDestinations
 from weightsync.rollout.vllm.layout import RankLayout
 from weightsync.tensors import TensorSpec, WeightManifest
@@ -35,7 +38,7 @@ def rules(monkeypatch):
     monkeypatch.setattr(module, "_bare", lambda layer: layer)
 
 
-def make(model, casts=(), fills=(), only=None):
+def make(model, casts=(), fills=(), only=None, **options):
     model.packed.is_packed = True
     parameters = {n: p for n, p in model.named_parameters() if only is None or n in only}
     manifest = WeightManifest.build(TensorSpec.of(name, p) for name, p in parameters.items())
@@ -45,7 +48,7 @@ def make(model, casts=(), fills=(), only=None):
         shape = (5, *parameter.shape[1:]) if name in fills else parameter.shape
         builder.add(name, [HeldBox(index, Box.whole(shape))])
     layout = RankLayout(builder.build(), frozenset(casts), frozenset(fills), ())
-    return VllmDestinations(manifest, layout, lambda: model)
+    return VllmDestinations(manifest, layout, lambda: model, **options)
 
 
 def index(memory, name):
@@ -64,6 +67,20 @@ def test_a_layer_is_written_in_place_completely_or_not_at_all():
     assert {id(layer) for layer in in_place} == {
         id(layer) for layer in (model.plain, model.norm, model.embed, model.head)
     }
+
+
+def test_memory_that_may_be_exchanged_is_never_written_in_place():
+    memory = make(Model(), why_none_in_place="it sleeps")
+    assert set(memory.handed_over.values()) == {"it sleeps"}
+    assert [memory.storage(i) for i in range(len(memory.table.storages))] == [None] * 7
+    assert memory.layers_in_place() == []
+
+
+@pytest.mark.parametrize(("sleeps", "on_cpu"), [(True, False), (True, True), (False, False)])
+def test_an_engine_that_may_sleep_exchanges_its_memory(monkeypatch, sleeps, on_cpu):
+    monkeypatch.setattr(loader, "is_cpu_platform", lambda: on_cpu)
+    config = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=sleeps))
+    assert bool(loader._why_memory_is_exchanged(config)) == (sleeps and not on_cpu)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ class VllmDestinations:
         manifest: of the refits.
         layout: what its model's loader makes of it.
         model: returns the model as the worker holds it now.
+        why_none_in_place: why nothing at all is to be written in place, if that is so.
 
     Attributes:
         manifest: see above.
@@ -33,9 +34,15 @@ class VllmDestinations:
     """
 
     def __init__(
-        self, manifest: WeightManifest, layout: RankLayout, model: Callable[[], torch.nn.Module]
+        self,
+        manifest: WeightManifest,
+        layout: RankLayout,
+        model: Callable[[], torch.nn.Module],
+        *,
+        why_none_in_place: str | None = None,
     ) -> None:
         self.manifest = manifest
+        self._why_none_in_place = why_none_in_place
         self._layout = layout
         self._model = model
         self._index = {entry.name: index for index, entry in enumerate(layout.table.storages)}
@@ -135,7 +142,7 @@ class VllmDestinations:
         addresses = Counter(self.live(entry.name).data_ptr() for entry in self.table.storages if entry.numel)
         found: dict[str, str] = {}
         for key, entries in layers.items():
-            reason = why_not_as_loaded(owners[key])
+            reason = self._why_none_in_place or why_not_as_loaded(owners[key])
             for entry in entries:
                 reason = reason or self._why_not(entry, addresses)
             if reason is not None:  # a layer is written in place completely, or not at all

@@ -14,7 +14,7 @@ from weightsync.errors import ConfigurationError, LifecycleError, ManifestError
 from weightsync.rollout.loader import Batch
 from weightsync.rollout.vllm import reload
 from weightsync.rollout.vllm.coverage import CoverageReport
-from weightsync.rollout.vllm.cpu import ExpertKernels, repack_embeddings
+from weightsync.rollout.vllm.cpu import ExpertKernels, is_cpu_platform, repack_embeddings
 from weightsync.rollout.vllm.destinations import VllmDestinations
 from weightsync.rollout.vllm.inverse import invert
 from weightsync.rollout.vllm.layout import rank_layout
@@ -92,7 +92,8 @@ class VllmLoader:
         if self._trial is None:
             raise LifecycleError("a manifest was tried without a trial model", phase="layout")
         layout = rank_layout(report, self._trial.parameters, sharding=sharding)
-        self._memory = VllmDestinations(manifest, layout, lambda: self.model)
+        why = _why_memory_is_exchanged(self._config)
+        self._memory = VllmDestinations(manifest, layout, lambda: self.model, why_none_in_place=why)
         return self._memory
 
     def passes_over(self, name: str) -> bool:
@@ -263,6 +264,14 @@ def _require_supported(vllm_config: Any) -> None:
             "checkpoint-engine refit does not follow experts that vLLM copies or moves between ranks (EPLB): "
             "start vLLM with enable_eplb=False"
         )
+
+
+def _why_memory_is_exchanged(vllm_config: Any) -> str | None:
+    """Say why the memory of parameters may be other memory later, though it keeps its addresses."""
+    if vllm_config.model_config.enable_sleep_mode and not is_cpu_platform():
+        # Nobody would notice: what was registered with a transport is the memory, not its address.
+        return "vLLM's sleep mode gives its memory back and puts other memory in its place"
+    return None
 
 
 def _count(casts: dict[str, str]) -> dict[str, int]:
