@@ -127,3 +127,18 @@ def test_a_rank_that_is_stopped(job, stage):
     job.victim(stage).go_on()
     assert isinstance(job.victim(stage).result(), ErrorRecord)
     job.check_good_refit()
+
+
+def test_who_is_late_is_named(job):
+    """A rank that lives and does nothing: its readers say that it is the one they waited for."""
+    stage = "before it packs"
+    job.begin(stage)
+    job.victim(stage).wait_until_held()
+    outcomes = [worker.result(WITHIN_S + 5) for worker in job.rollout]
+    late = [each for each in outcomes if each.kind == "DeadlineError"]
+    assert late
+    assert all(each.context.peer == "policy rank 1" for each in late), late
+    job.victim(stage).go_on()
+    assert isinstance(job.victim(stage).result(), ErrorRecord)
+    assert isinstance(job.policy[0].result(), ErrorRecord)
+    job.check_good_refit()
