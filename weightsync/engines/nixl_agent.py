@@ -126,24 +126,31 @@ class NixlAgent:
             ) from error
 
     def register(self, buffer: torch.Tensor) -> Any:
-        """Register a contiguous buffer; returns the handle for `deregister`."""
-        with self._lock:
-            handle = self._agent.register_memory([buffer])
-        if handle is None:
-            raise TransportError("NIXL refused to register a transfer buffer")
-        return handle
+        """Register a contiguous buffer; returns the handle for `deregister`.
+
+        Raises:
+            TransportError: NIXL refuses it.
+        """
+        return self.register_all([buffer])
 
     def register_all(self, buffers: Sequence[torch.Tensor]) -> Any:
         """Register contiguous tensors of one device, none empty; returns one handle for `deregister`.
 
         Tensors may share memory, as tied weights do.
+
+        Raises:
+            TransportError: NIXL refuses them.
         """
         regions = _apart([MemoryRegion.of(buffer) for buffer in buffers])
         found = [(region.address, region.nbytes, region.device_index, "") for region in regions]
-        with self._lock:
-            handle = self._agent.register_memory(found, mem_type=regions[0].kind)
+        what = f"{len(found)} pieces of memory, {sum(region.nbytes for region in regions)} bytes"
+        try:
+            with self._lock:
+                handle = self._agent.register_memory(found, mem_type=regions[0].kind)
+        except self._errors.any as error:
+            raise TransportError(f"NIXL could not register {what}: {error}") from error
         if handle is None:
-            raise TransportError(f"NIXL refused to register {len(buffers)} tensors")
+            raise TransportError(f"NIXL refused to register {what}")
         return handle
 
     def deregister(self, handle: Any) -> None:

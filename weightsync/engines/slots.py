@@ -16,11 +16,6 @@ class Slots:
         self._users: Counter[int] = Counter()
 
     @property
-    def any_free(self) -> bool:
-        """Whether `take` will return one."""
-        return bool(self._free)
-
-    @property
     def all_free(self) -> bool:
         """Whether none is in use."""
         return not any(self._users.values())

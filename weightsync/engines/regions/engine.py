@@ -88,9 +88,10 @@ class RegionEngine(BucketedCheckpointEngine):
         """Lend this rank's shards; returns its table."""
         self._forget()
         self._connecting = Stopwatch()
-        if self._local is None:
-            return b""
         transport = self._one_sided()
+        if self._local is None:
+            transport.lend(())  # what was lent before may be freed now
+            return b""
         with self._connecting.phase("register"):
             self._lender = Lender(transport, self._local, self._memory.buffers[0].device)
         return self._local.table.encode()

@@ -65,11 +65,10 @@ class Lender:
             self._places = places
             self._packings.clear()
         if not np.array_equal(addresses, self._addresses):
-            self._addresses = addresses
-            self._keys = None
             lendable = [flat.detach() for flat in flats if flat is not None and self._address(flat)]
             with self.stopwatch.phase("register"):
                 self._transport.lend(lendable)
+            self._addresses, self._keys = addresses, None  # now: what failed must not look as if it were lent
 
     @property
     def addresses(self) -> Ints:
