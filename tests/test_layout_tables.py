@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tracemalloc
+import zlib
 
 import msgspec
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from weightsync.errors import ConfigurationError, ManifestError, WeightSyncError
+from weightsync.layout import tables
 from weightsync.layout.joining import join_tables
 from weightsync.layout.regions import Box
 from weightsync.layout.tables import Held, HeldBox, RankTable, Storage, TableBuilder
@@ -108,8 +110,8 @@ def test_what_is_cast_may_be_held_in_another_dtype():
 
 
 def test_ranks_that_lie_alike_are_joined_as_if_each_were_alone():
-    tables = [with_box(hi=(4 + 2 * (rank % 2), 4)) for rank in range(4)] + [changed(whole={})]
-    layout = join_tables("policy", MANIFEST, tables)
+    ranks = [with_box(hi=(4 + 2 * (rank % 2), 4)) for rank in range(4)] + [changed(whole={})]
+    layout = join_tables("policy", MANIFEST, ranks)
     pattern = layout.patterns[int(layout.pattern_of[0])]
     assert pattern.rank.tolist() == [0, 1, 2, 3, 4]
     assert pattern.hi[:, 0].tolist() == [4, 6, 4, 6, 8]
@@ -122,7 +124,7 @@ WRONG = [None, -1, 2**62, 2**64 - 1, 1.5, "x" * 99, b"\xff" * 9, [], [[]] * 9, {
 
 def mutations(count):
     rng = random.Random(7)
-    data = a_table().encode()
+    data = zlib.decompress(a_table().encode())
     for _ in range(count):
         kind = rng.randrange(3)
         if kind == 0:
@@ -152,7 +154,7 @@ def test_damaged_tables_are_refused_or_harmless():
     refused = 0
     for data in mutations(4000):
         try:
-            table = RankTable.decode(data)
+            table = RankTable.decode(zlib.compress(data))
             for side in ("policy", "rollout"):
                 join_tables(side, MANIFEST, [table])
         except WeightSyncError as error:
@@ -167,10 +169,28 @@ def test_a_table_that_claims_to_be_huge_costs_nothing(name, claim):
     tracemalloc.start()
     try:
         with pytest.raises(ConfigurationError):
-            RankTable.decode(b"\x81" + msgspec.msgpack.encode(name) + claim)
+            RankTable.decode(zlib.compress(b"\x81" + msgspec.msgpack.encode(name) + claim))
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_bytes_that_unpack_to_very_many_are_refused(monkeypatch):
+    monkeypatch.setattr(tables, "MAX_TABLE_BYTES", 1 << 20)
+    bomb = zlib.compress(b"\xc6\x10\x00\x00\x00" + bytes(1 << 28), 9)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ConfigurationError):
+            RankTable.decode(bomb)
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("data", [b"", b"x", a_table().encode()[:-3], a_table().encode() + b"x"])
+def test_bytes_that_were_cut_or_added_to_are_refused(data):
+    with pytest.raises(ConfigurationError, match="damaged"):
+        RankTable.decode(data)
 
 
 def test_the_fields_of_a_box_are_bounded():

@@ -5,6 +5,7 @@ Every worker hands its table to all others when they connect; `joining` makes on
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -19,6 +20,9 @@ from weightsync.layout.regions import Box, Ints, contiguous_strides
 from weightsync.tensors import MAX_DIMENSIONS, MAX_NAME_CHARS, WeightManifest, dtype_from_name
 
 MAX_TABLE_ENTRIES = 1 << 22
+MAX_TABLE_BYTES = 256 << 20
+"""Of a table when it is unpacked: what compressed bytes claim to be is bounded."""
+
 _MOST_BYTES = 1 << 56
 """Of all storages of a rank: offsets in them have to fit an int64, with room to reckon with them."""
 _Size = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
@@ -79,8 +83,8 @@ class RankTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     whole: dict[_Name, str]
 
     def encode(self) -> bytes:
-        """Return the table as bytes."""
-        return msgspec.msgpack.encode(self)
+        """Return the table as bytes: compressed, since every worker is handed those of all."""
+        return zlib.compress(msgspec.msgpack.encode(self), 1)
 
     @classmethod
     def decode(cls, data: bytes) -> RankTable:
@@ -90,9 +94,12 @@ class RankTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ConfigurationError: they are damaged, or the table contradicts itself.
         """
         try:
-            table = msgspec.msgpack.decode(data, type=cls)
-        except (msgspec.ValidationError, msgspec.DecodeError) as error:
-            raise ConfigurationError(f"a peer's layout is damaged: {error}") from error
+            plain = zlib.decompressobj()
+            table = msgspec.msgpack.decode(plain.decompress(data, MAX_TABLE_BYTES), type=cls)
+        except (zlib.error, msgspec.ValidationError, msgspec.DecodeError) as error:
+            raise _damaged(str(error)) from error
+        if not plain.eof or plain.unused_data:
+            raise _damaged("it does not end where it should")
         table._check()
         return table
 
