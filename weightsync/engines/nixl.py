@@ -55,6 +55,7 @@ class NixlTransport(StagedTransport):
         self._was_open = False
         self._registrations: list[Any] = []
         self._lent: Any = None
+        self._lent_memory: list[torch.Tensor] = []
         self._reads: list[NixlRead] = []
 
     def register(self, buffer: torch.Tensor) -> None:
@@ -124,14 +125,19 @@ class NixlTransport(StagedTransport):
 
     def lend(self, memory: Sequence[torch.Tensor]) -> None:
         """Register other memory beside the buffers, in place of what was lent before."""
+        if [_span(each) for each in memory] == [_span(each) for each in self._lent_memory]:
+            return
         self._release_reads()
         agent = self._require_agent()
         lent, self._lent = self._lent, None
         if lent is not None:
             agent.progress_for(_DRAIN_S)  # as in `release`
             agent.deregister(lent)
+        self._lent_memory = []
         if memory:
             self._lent = agent.register_all(memory)
+            # Kept: what is registered must not be freed, or other memory could come to be at its address.
+            self._lent_memory = list(memory)
 
     def keys(self) -> bytes:
         """Return the agent's metadata: of all that is registered now."""
@@ -217,6 +223,10 @@ class NixlTransport(StagedTransport):
         if self._agent is None:
             raise LifecycleError("this NIXL transport is closed")
         return self._agent
+
+
+def _span(memory: torch.Tensor) -> tuple[int, int]:
+    return memory.data_ptr(), memory.nbytes
 
 
 def _descriptions(addresses: Ints, nbytes: Ints, device_index: int) -> Descriptions:
