@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 import xxhash
 
+from weightsync.layout.rows import Rows
 from weightsync.tensors import digest_bytes
 
 
@@ -49,3 +51,23 @@ class RowDigests:
             # As `digest_bytes`, without a view of a tensor for each row.
             return xxhash.xxh3_64_intdigest(host[offset : offset + nbytes])
         return digest_row(flat, offset, nbytes, count, step)
+
+
+def first_difference(
+    rows: Rows, part: slice, digests: Sequence[int], arrived: RowDigests, is_checked: Callable[[int], bool]
+) -> int | None:
+    """Return the first row that has not arrived as it was sent; `None` if all have.
+
+    Args:
+        rows: all that one rank gives in one way.
+        part: those that have arrived.
+        digests: as they were sent, by row.
+        arrived: of the storages that they went into.
+        is_checked: whether the digest of a row counts.
+    """
+    some = rows.select(part)
+    columns = (some.target_storage, some.target_offset, some.nbytes, some.count, some.target_step)
+    for row, place in enumerate(np.stack(columns, axis=1).tolist(), start=part.start):
+        if is_checked(row) and arrived.of(*place) != digests[row]:
+            return row
+    return None

@@ -8,24 +8,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 
-from weightsync.control import Exposed, Link, Loaded, Packed, Release, Taken
+from weightsync.control import Link, Loaded, Release, Taken
 from weightsync.engines.base import ParameterBatch
 from weightsync.engines.buffers import POISON, await_readers, synchronize
 from weightsync.engines.pump import Pump
 from weightsync.engines.refit import Refit, saying_what_was_heard
 from weightsync.engines.regions.borrowing import Borrower, Place
-from weightsync.engines.regions.digests import RowDigests
+from weightsync.engines.regions.digests import RowDigests, first_difference
 from weightsync.engines.regions.incoming import Batch, Incoming
 from weightsync.engines.regions.plan import RegionPlan
 from weightsync.engines.regions.reading import OneSidedTransport, Reading
-from weightsync.engines.regions.source import NEWS, Source
+from weightsync.engines.regions.source import NEWS, Source, rows_in
 from weightsync.engines.slots import Slots
 from weightsync.engines.waiting import await_ended
-from weightsync.errors import DigestError, ManifestError, ProtocolError, WeightSyncError
-from weightsync.layout.regions import Ints
+from weightsync.errors import DigestError, ProtocolError, WeightSyncError
 from weightsync.layout.rows import Rows
 from weightsync.tensors import WeightManifest, flat_bytes
 from weightsync.topology import RankId
@@ -172,20 +170,10 @@ class RegionReceiver:
         return sum(part.total_bytes for part in parts)
 
     def _await_exposed(self) -> None:
+        manifest, kind = self._borrower.table.manifest, self._refit.digest_kind
         for source in self._sources.values():
-            told = source.link.receive(Exposed, phase="receive", timeout_s=self._refit.patience())
-            if told.manifest != self._borrower.table.manifest:
-                raise ManifestError(
-                    f"{source.link.peer} has other weights than when the engines were connected: call "
-                    "shutdown() and init_communicator()"
-                )
-            if told.digest_kind != self._refit.digest_kind:
-                raise ProtocolError(
-                    f"the sender digests with {told.digest_kind!r}, this side with "
-                    f"{self._refit.digest_kind!r}: set verify and device alike on both sides"
-                )
-            if len(told.addresses) != 8 * len(self._plan.policy[source.rank].storages):
-                raise ProtocolError(f"{source.link.peer} did not say where each of its shards is")
+            storages = len(self._plan.policy[source.rank].storages)
+            told = source.await_exposed(manifest, kind, storages, timeout_s=self._refit.patience())
             self._borrower.learn(source.rank, told.addresses, told.keys)
 
     # The thread.
@@ -239,32 +227,16 @@ class RegionReceiver:
     def _read_bucket(self, incoming: Incoming, source: Source, stop: int, place: Place) -> None:
         """Read what a bucket has for this batch, and let go of it once nothing more is in it."""
         bucket, rows = source.buckets[0], incoming.packed[source.rank]
-        offsets = np.frombuffer(bucket.offsets, np.int64)
-        end = bucket.first + len(offsets)
+        end = bucket.first + rows_in(bucket)
         part = slice(source.next_row, min(stop, end))
-        remote = self._located_in(bucket, source, rows, offsets, part)
+        buffer = self._transport.buffer_of(RankId("policy", source.rank), bucket.slot)
+        remote = source.addresses_of(rows, part, *buffer)
         self._bucket = bucket.seq
         self._read([(source.rank, self._borrower.read_packed(incoming, source.rank, part, remote, place))])
         source.next_row = part.stop
         if part.stop == end:
             source.buckets.popleft()
             source.link.send(Release(bucket.seq))
-
-    def _located_in(self, bucket: Packed, source: Source, rows: Rows, offsets: Ints, part: slice) -> Ints:
-        """Return the addresses of some rows in a sender's buffer.
-
-        Raises:
-            ProtocolError: they cannot be there.
-        """
-        address, room = self._transport.buffer_of(RankId("policy", source.rank), bucket.slot)
-        mine = offsets[part.start - bucket.first : part.stop - bucket.first]
-        beyond = part.stop > len(rows)
-        sizes = rows.packed_bytes[part]
-        if beyond or bucket.nbytes > room or (mine < 0).any() or (mine > bucket.nbytes - sizes).any():
-            raise ProtocolError(
-                f"{source.link.peer} names rows that cannot be in bucket {bucket.seq}", peer=source.link.peer
-            )
-        return mine + address
 
     def _read(self, readings: list[tuple[int, Reading]]) -> None:
         """Run reads side by side; what is under way after a failure is given up with its connection."""
@@ -317,17 +289,14 @@ class RegionReceiver:
             self._require_alike(incoming.packed[rank], part, digests, batch, place)
 
     def _require_alike(self, rows: Rows, part: slice, digests: list[int], batch: Batch, place: Place) -> None:
-        some = rows.select(part)
-        found = RowDigests(lambda index: self._borrower.target(index, batch, place))
-        columns = (some.target_storage, some.target_offset, some.nbytes, some.count, some.target_step)
-        for row, (storage, *span) in enumerate(np.stack(columns, axis=1).tolist(), start=part.start):
-            if not self._refit.is_row_checked(row):
-                continue
-            if found.of(storage, *span) != digests[row]:
-                raise DigestError(
-                    f"bytes {span[0]} and following arrived changed",
-                    tensor=self._borrower.table.storages[storage].name,
-                )
+        arrived = RowDigests(lambda index: self._borrower.target(index, batch, place))
+        wrong = first_difference(rows, part, digests, arrived, self._refit.is_row_checked)
+        if wrong is not None:
+            offset, storage = int(rows.target_offset[wrong]), int(rows.target_storage[wrong])
+            raise DigestError(
+                f"bytes {offset} and following arrived changed",
+                tensor=self._borrower.table.storages[storage].name,
+            )
 
     def _count_in_place(self, incoming: Incoming, batch: Batch) -> None:
         in_place = self._borrower.in_place
