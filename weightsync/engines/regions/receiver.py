@@ -12,7 +12,7 @@ import torch
 
 from weightsync.control import Link, Loaded, Release, Taken
 from weightsync.engines.base import ParameterBatch
-from weightsync.engines.buffers import POISON, await_readers, synchronize
+from weightsync.engines.buffers import POISON, await_readers, overwrite
 from weightsync.engines.pump import Pump
 from weightsync.engines.refit import Refit, saying_what_was_heard
 from weightsync.engines.regions.borrowing import Borrower, Place
@@ -101,7 +101,7 @@ class RegionReceiver:
             if self._borrower.writes_in_place and self._before_writing is not None:
                 self._before_writing()
                 # Reads do not wait for what is queued on a device, and may still use what is written.
-                synchronize(self._refit.buffers[0].device)
+                await_readers(self._refit.buffers[0])
             for rank, source in self._sources.items():
                 source.expect(len(self._incoming.lent[rank]), len(self._incoming.packed[rank]))
             self._pump.start()
@@ -113,7 +113,6 @@ class RegionReceiver:
                 await_readers(ready.place.buffer)
                 if self._refit.poison_released:
                     _poison(handed)
-                    synchronize(ready.place.buffer.device)
                 del handed
                 self._refit.watch.wake(partial(self._slots.drop, ready.slot))
                 self._tell(Loaded(self.batches_yielded))  # or a sender would hear nothing while all goes well
@@ -307,7 +306,7 @@ class RegionReceiver:
 
 def _poison(handed: Iterable[tuple[str, torch.Tensor]]) -> None:
     for _, tensor in handed:
-        flat_bytes(tensor).fill_(POISON)
+        overwrite(flat_bytes(tensor), POISON)
 
 
 def _one_sided(transport: object) -> OneSidedTransport:
