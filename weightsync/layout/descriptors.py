@@ -63,10 +63,6 @@ class Descriptors:
         """Return some of the rows, by index or mask."""
         return Descriptors(*(getattr(self, each.name)[rows] for each in fields(self)))
 
-    def by_source(self) -> dict[int, Descriptors]:
-        """Return the rows of each policy rank."""
-        return {rank: self.select(self.source == rank) for rank in np.unique(self.source).tolist()}
-
     def runs(self, limit: int = MAX_RUNS) -> Descriptors:
         """Return one row for each contiguous run.
 
