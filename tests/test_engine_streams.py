@@ -234,7 +234,7 @@ def test_the_stream_is_not_gathered_ahead(crew):
 
 
 def test_digests_above_63_bits_travel(crew):
-    from weightsync.tensors import digest_bytes
+    from weightsync.byte_digests import digest_bytes
 
     sent = [(f"d{i}", noise(64, i)) for i in range(64)]
     assert any(digest_bytes(t) >= 1 << 63 for _, t in sent)

@@ -28,6 +28,7 @@ RANKS = {
     "weightsync.class_paths": 1,
     "weightsync.signatures": 1,
     "weightsync.tensors": 1,
+    "weightsync.byte_digests": 1,
     "weightsync.digests": 1,
     "weightsync.outcomes": 1,
     "weightsync.capacity": 1,

@@ -227,9 +227,7 @@ def test_a_large_tensor_is_shared_out_among_all_that_hold_it():
     infos = [TensorInfo("embed", (1 << 12, 1 << 10), 2), TensorInfo("norm", (1 << 10,), 2)]
 
     def whole(side, ranks):
-        pieces = {
-            info.name: [Piece(rank, Box.whole(info.shape)) for rank in range(ranks)] for info in infos
-        }
+        pieces = {info.name: [Piece(rank, Box.whole(info.shape)) for rank in range(ranks)] for info in infos}
         return layout_from_pieces(side, ranks, infos, pieces)
 
     plan = make_plan(whole("policy", 4), whole("rollout", 1))

@@ -8,10 +8,10 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from weightsync.byte_digests import digest_bytes, digest_kind
 from weightsync.capacity import total_memory_bytes
 from weightsync.engines import buffers
 from weightsync.errors import ConfigurationError, MissingDependencyError
-from weightsync.tensors import digest_bytes, digest_kind
 
 NPU = SimpleNamespace(type="npu", index=2)
 """torch knows the name only where torch_npu has told it."""
@@ -105,6 +105,8 @@ def test_what_is_on_an_npu_is_digested_there_as_on_any_device(monkeypatch):
 
     data = torch.arange(100, dtype=torch.uint8)
     folded = []
-    monkeypatch.setattr("weightsync.tensors._folded_digest", lambda each: folded.append(each.numel()) or 5)
+    monkeypatch.setattr(
+        "weightsync.byte_digests._folded_digest", lambda each: folded.append(each.numel()) or 5
+    )
     assert digest_bytes(data.as_subclass(OnNpu)) == 5
     assert folded == [100]

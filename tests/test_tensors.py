@@ -15,15 +15,13 @@ from hypothesis import strategies as st
 from torch.nn.parameter import UninitializedParameter
 
 from tests.streams import DTYPE_NAMES, DTYPES, random_tensor, reference_bytes, tensors
+from weightsync.byte_digests import _folded_digest, digest_bytes, digest_kind
 from weightsync.errors import ManifestError
 from weightsync.tensors import (
     TensorMeta,
     TensorSpec,
     WeightManifest,
     WeightStream,
-    _folded_digest,
-    digest_bytes,
-    digest_kind,
     dtype_from_name,
     dtype_name,
     flat_bytes,

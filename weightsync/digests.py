@@ -14,7 +14,8 @@ import msgspec
 import torch
 import xxhash
 
-from weightsync.tensors import TensorSpec, digest_bytes, digest_bytes_as, digest_kind, flat_bytes
+from weightsync.byte_digests import digest_bytes, digest_bytes_as, digest_kind
+from weightsync.tensors import TensorSpec, flat_bytes
 
 OFF = "off"
 

@@ -174,7 +174,7 @@ class CheckpointEngine(ABC):
     def arrived_digest(self, name: str) -> int | None:
         """Return what the bytes of a tensor of the current batch have digested to, if that is known already.
 
-        As `weightsync.tensors.digest_bytes` gives it; a caller that gets `None` has to digest them itself.
+        As `weightsync.byte_digests.digest_bytes` does; a caller that gets `None` has to digest them itself.
         """
         return None
 

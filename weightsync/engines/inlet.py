@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from weightsync.buckets import unpack_bucket
+from weightsync.byte_digests import digest_bytes
 from weightsync.control import Bucket, ChunkEntry, Done, Link, Manifest, Release
 from weightsync.engines.buffers import POISON, await_readers, overwrite
 from weightsync.engines.outlet import Outlet
@@ -17,7 +18,7 @@ from weightsync.engines.pump import Pump
 from weightsync.engines.refit import Refit, saying_what_was_heard
 from weightsync.engines.slots import Slots
 from weightsync.errors import DigestError, ProtocolError, WeightSyncError
-from weightsync.tensors import TensorMeta, digest_bytes, dtype_from_name
+from weightsync.tensors import TensorMeta, dtype_from_name
 from weightsync.topology import RankId
 
 _EXPECTED: tuple[type[Manifest | Bucket | Done], ...] = (Manifest, Bucket, Done)

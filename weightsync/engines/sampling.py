@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 import xxhash
 
+from weightsync.byte_digests import digest_kind
 from weightsync.errors import ConfigurationError
-from weightsync.tensors import TensorSpec, digest_kind
+from weightsync.tensors import TensorSpec
 
 MODES = ("full", "sample", "off")
 SAMPLE = 16

@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from weightsync.buckets import Placement, largest_chunk, place_chunks, split_weight_chunks
+from weightsync.byte_digests import digest_bytes
 from weightsync.control import ChunkEntry, Done, Link, Manifest
 from weightsync.engines.buffers import POISON, overwrite, synchronize
 from weightsync.engines.lockstep import Lockstep
@@ -21,7 +22,7 @@ from weightsync.engines.slots import Slots
 from weightsync.engines.stream import PromisedOrder, Weights
 from weightsync.engines.waiting import BRIEFLY_S
 from weightsync.errors import ErrorContext, WeightSyncError
-from weightsync.tensors import TensorSpec, WeightManifest, digest_bytes
+from weightsync.tensors import TensorSpec, WeightManifest
 
 T = TypeVar("T")
 

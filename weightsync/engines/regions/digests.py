@@ -8,8 +8,8 @@ import numpy as np
 import torch
 import xxhash
 
+from weightsync.byte_digests import digest_bytes
 from weightsync.layout.rows import Rows
-from weightsync.tensors import digest_bytes
 
 
 def digest_row(flat: torch.Tensor, offset: int, nbytes: int, count: int, step: int) -> int:
