@@ -403,6 +403,7 @@ def test_a_run_prints_json_and_draws(tmp_path) -> None:
     assert "serves other bytes than the policy has" in flipping["error"]
 
 
+@pytest.mark.slow
 @pytest.mark.nixl
 def test_a_refit_by_regions_receives_what_is_stored_and_makes_its_plan_once(small_model) -> None:
     """In this process: 2 policy ranks with half of the rows each, 2 tensor-parallel rollout ranks."""

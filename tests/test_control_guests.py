@@ -53,6 +53,7 @@ def test_guests_are_served_after_each_other_under_one_epoch(pair):
             link.end()
 
 
+@pytest.mark.slow
 def test_of_many_guests_at_once_each_has_its_turn(pair):
     server, _, link = pair
     served, together, most = [], 0, 0

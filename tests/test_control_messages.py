@@ -144,6 +144,7 @@ def test_bytes_that_are_no_frame(parts):
         decode_frame(parts)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(EVERY), st.data())
 def test_changed_bytes_are_refused_or_decoded_but_never_anything_else(message, data):

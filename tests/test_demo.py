@@ -268,6 +268,7 @@ def test_missing_model_package_names_the_extra(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_tiny_checkpoint_is_made_once(tmp_path):
     said = []
     first = model.prepare_checkpoint(model.TINY_QWEN3, tmp_path, said.append)
@@ -358,6 +359,7 @@ def test_summary_table_and_result_file(tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["result.json"]
 
 
+@pytest.mark.slow
 def test_plot_writes_a_png_even_for_a_difference_of_zero(tmp_path):
     pytest.importorskip("matplotlib")
     report.plot(tmp_path / "out" / "demo.png", result(difference=0.0))

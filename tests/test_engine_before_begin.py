@@ -60,6 +60,7 @@ def test_one_side_of_a_pair_fails_before_it_begins(side, comes_after_s):
         works_at_once(crew, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_policy_rank_fails_before_it_begins_and_all_ranks_hear_it(failing):
     with Crew(2, 2, **PATIENT) as crew:

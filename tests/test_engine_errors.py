@@ -808,6 +808,7 @@ def test_a_consumer_that_stops_asking_is_given_up():
         recovers(crew)
 
 
+@pytest.mark.slow
 def test_a_stream_that_stops_coming_is_given_up():
     def stuck():
         yield from some_weights(count=6)
@@ -833,6 +834,7 @@ async def _outcome(work):
     return (await asyncio.gather(work, return_exceptions=True))[0]
 
 
+@pytest.mark.slow
 def test_the_whole_refit_has_a_deadline():
     async def slow(engine):
         async for _ in engine.receive_weight_batches():

@@ -169,6 +169,7 @@ def test_a_release_after_each_refit_frees_the_shelf():
 # Latecomers.
 
 
+@pytest.mark.slow
 @both
 def test_latecomers_at_once_and_after_each_other(transport):
     with Server(2, 1, transport) as server:
@@ -274,6 +275,7 @@ def test_a_latecomer_that_raises_harms_nobody():
 # Latecomers and refits.
 
 
+@pytest.mark.slow
 @both
 def test_a_latecomer_during_a_refit_is_given_its_weights_after_it(transport):
     old, new = some_weights(0, 20), some_weights(1, 20)

@@ -230,6 +230,7 @@ def test_buffers_are_freed_while_a_stopped_sender_owes_bytes(sender):
     wait_for_readers()
 
 
+@pytest.mark.slow
 @real_mooncake
 def test_two_senders_are_told_apart():
     with allocated() as (one, ones), allocated() as (two, twos), allocated() as (receiver, _):

@@ -53,6 +53,7 @@ def stuck(hang):
     crew.__exit__()
 
 
+@pytest.mark.slow
 def test_a_read_that_never_returns_ends_the_refit_with_both_reasons(stuck):
     _, (sender, received), _ = stuck
     assert isinstance(sender, TransportError)
@@ -66,6 +67,7 @@ def test_a_read_that_never_returns_ends_the_refit_with_both_reasons(stuck):
         assert error.context.phase == "receive"
 
 
+@pytest.mark.slow
 def test_the_reason_of_a_failed_sender_is_heard_although_a_read_never_returns(hang):
     def broken():
         yield from some_weights(count=5)
@@ -84,6 +86,7 @@ def test_the_reason_of_a_failed_sender_is_heard_although_a_read_never_returns(ha
     assert "the stream broke" in str(received.__context__)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("returns", [False, True])
 def test_buffers_of_a_stuck_transfer_are_not_used_again(stuck, returns):
     crew, _, hang = stuck
@@ -98,6 +101,7 @@ def test_buffers_of_a_stuck_transfer_are_not_used_again(stuck, returns):
             call()
 
 
+@pytest.mark.slow
 def test_a_stuck_engine_closes_and_keeps_its_buffers_until_the_transfer_ends(stuck, caplog, monkeypatch):
     crew, _, hang = stuck
     engine = crew.rollout[0]
@@ -117,6 +121,7 @@ def test_a_stuck_engine_closes_and_keeps_its_buffers_until_the_transfer_ends(stu
     assert engine._memory.buffers == []
 
 
+@pytest.mark.slow
 def test_new_engines_refit_after_a_stuck_one(stuck, monkeypatch):
     monkeypatch.undo()
     with Crew() as crew:

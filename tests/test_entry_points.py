@@ -83,6 +83,7 @@ def test_an_installed_engine_is_selected_by_its_name(carrier: Path) -> None:
     assert config.topology(2, 1) is None
 
 
+@pytest.mark.slow
 def test_another_process_finds_it_by_name_and_by_what_the_driver_sends(carrier: Path) -> None:
     assert portable_backend("carrier") == TARGET
     code = (

@@ -112,6 +112,7 @@ def cut(tensors, mesh, which):
     return held
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(problems())
 def test_every_element_comes_once_from_a_rank_that_holds_it(problem):

@@ -125,6 +125,7 @@ def values_of(manifest):
     return full
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(problems(), st.data())
 def test_every_promised_element_is_written_once_with_its_value(problem, data):

@@ -138,6 +138,7 @@ def test_an_engine_that_cannot_connect_again_is_left_out_before_anybody_is_pause
     assert job.synchronizer.sync_weights().ok == (0, 1)
 
 
+@pytest.mark.slow
 def test_an_engine_that_hangs_between_two_refits_is_left_out_in_time():
     job = Job(sizes=(1, 1), **GO_ON, release=True, total_s=20.0, stall_s=0.5)
     job.synchronizer.sync_weights()
@@ -214,6 +215,7 @@ def test_an_engine_that_hangs_is_left_out_as_long_as_it_does():
     assert [state.version for state in job.states] == [3, 3]
 
 
+@pytest.mark.slow
 def test_who_still_waits_for_the_one_that_has_failed_is_not_left_out_with_it():
     job = Job(sizes=(1, 1), **GO_ON, total_s=30.0, connect_s=4.0)
     job.hosts[1].script[UPDATE] = raising(ValueError("broken"))
@@ -231,6 +233,7 @@ def test_who_still_waits_for_the_one_that_has_failed_is_not_left_out_with_it():
     assert states(report) == {1: ("ValueError", None)}
 
 
+@pytest.mark.slow
 def test_an_engine_that_was_left_out_while_it_was_busy_is_resumed_if_it_ends_soon():
     job = Job(sizes=(1, 1), **GO_ON, total_s=30.0, connect_s=0.5)
     gives_up = DeadlineError("rollout rank 1 did not begin epoch 1", peer="rollout rank 1")
@@ -243,6 +246,7 @@ def test_an_engine_that_was_left_out_while_it_was_busy_is_resumed_if_it_ends_soo
     assert job.log.count("reset_caches", "host 1") == 1
 
 
+@pytest.mark.slow
 def test_a_slow_engine_is_not_given_up_because_another_has_failed():
     job = Job(sizes=(1, 1), **GO_ON, total_s=30.0, stall_s=10.0)
     job.hosts[1].script["commit_refit"] = raising(ValueError("broken"))

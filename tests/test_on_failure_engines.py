@@ -101,6 +101,7 @@ def staged_job(request):
         yield made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staged_job", cases(ALL[3:], "pairs"), indirect=True)
 def test_a_staged_refit_that_fails_leaves_the_old_version_serving_without_a_pause(staged_job):
     job = staged_job

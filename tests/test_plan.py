@@ -135,6 +135,7 @@ def test_expert_parallel_rollout_gets_its_experts_only(planned):
     assert found["imbalance"]["received"] == 1.0
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 3000), max_size=30), st.integers(1, 2000))
 def test_batches_are_those_of_the_transports(sizes, bucket):
@@ -143,6 +144,7 @@ def test_batches_are_those_of_the_transports(sizes, bucket):
     assert count_batches(sizes, bucket) == (placed[-1].bucket + 1 if placed else 0)
 
 
+@pytest.mark.slow
 def test_the_table_names_what_matters(capsys):
     assert run(str(MODELS / "deepseek-v3.json"), *DEEPSEEK, "--shard", "experts") == 0
     printed = capsys.readouterr().out
@@ -151,6 +153,7 @@ def test_the_table_names_what_matters(capsys):
     )
 
 
+@pytest.mark.slow
 def test_the_picture(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "traffic.png"

@@ -63,6 +63,7 @@ def test_non_persistent_buffers_are_not_sent_and_buffers_may_be_left_out():
     assert module_weights(model, include_buffers=False).manifest.names == ["weight", "bias"]
 
 
+@pytest.mark.slow
 def test_wrapper_prefixes_are_left_out_and_lookalikes_kept():
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -122,6 +123,7 @@ def test_declared_key_that_is_absent():
     assert module_weights(model).manifest.names == ["embed_tokens.weight", "mtp.lm_head.weight"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3tied", "qwen3moe"])
 def test_names_and_values_are_those_of_the_saved_checkpoint(kind, tmp_path):
     from safetensors.torch import load_file

@@ -77,6 +77,7 @@ def placed_tensors(draw: st.DrawFn, shape: tuple[int, ...]):
 shapes = st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_boxes_are_where_torch_puts_the_values(data):
@@ -93,6 +94,7 @@ def test_boxes_are_where_torch_puts_the_values(data):
     plan_covers(manifest, [table for _, table, _ in ranks])
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_experts_are_cut_out_of_any_shard(data):

@@ -167,6 +167,7 @@ FORGED = {
 }
 
 
+@pytest.mark.slow
 def test_buckets_that_cannot_be_are_refused(monkeypatch):
     original = RegionSender._messages
 
@@ -294,6 +295,7 @@ def test_other_tensors_than_were_told_of_are_refused():
         check_good_refit(made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_policy_rank_that_fails_before_tensors_go_whole(monkeypatch, alone):
     """Also one that no rank reads regions of: the others wait for it, in step."""
@@ -357,6 +359,7 @@ def test_large_parameters_are_not_overwritten_while_they_are_looked_at():
         check_served(made, made.full, dims)
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_on_is_not_given_up_however_long_it_takes_in_all():
     shapes = {f"w{i}": (500, 1024) for i in range(5)}
     dims = dict.fromkeys(shapes)
@@ -382,6 +385,7 @@ def test_buckets_smaller_than_a_row_and_rows_that_two_ranks_get():
         assert made.policy[0].refit_stats()["bytes_packed"] < packed + 4096
 
 
+@pytest.mark.slow
 def test_a_consumer_that_fails_in_the_middle():
     shapes = {f"w{i}": (300, 1024) for i in range(6)}
     dims = dict.fromkeys(shapes)

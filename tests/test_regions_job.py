@@ -35,6 +35,7 @@ def strided():
     return ModuleRolloutWorker(made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verify", ["full", "off"])
 @pytest.mark.parametrize("release", [False, True])
 def test_refits_by_regions_arrive_in_place(verify, release):
@@ -83,6 +84,7 @@ def test_a_stream_without_shards_goes_whole_with_auto_and_is_refused_with_all(mo
         LocalJob(shard_weights="all")
 
 
+@pytest.mark.slow
 def test_engines_come_and_go():
     with LocalJob(shard_weights="all", topology="auto") as job:
         job.sync()

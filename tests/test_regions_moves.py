@@ -19,6 +19,7 @@ def move(model):
     return old
 
 
+@pytest.mark.slow
 def test_weights_that_have_moved_are_found_also_after_engines_have_come_and_gone():
     with LocalJob(rollout=2, shard_weights="all", topology="auto") as job:
         job.sync()

@@ -142,6 +142,7 @@ def problems(report):
     return {kind: list(getattr(report, kind)) for kind in kinds if getattr(report, kind)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_complete_manifest_has_no_problems(size):
     for rank in range(size):

@@ -373,6 +373,7 @@ class Drawn(torch.nn.Module):
                 self.get_parameter(target).data.narrow(axis, start, end - start).copy_(part)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 10**9))
 def test_drawn_models_are_filled_as_they_load(seed):

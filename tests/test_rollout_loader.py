@@ -66,6 +66,7 @@ def batch(*names):
     return [(name, torch.zeros(1)) for name in names]
 
 
+@pytest.mark.slow
 def test_what_a_manifest_calls_unused_is_not_loaded(loader):
     loader.check_manifest(manifest("w", "spare"))
     loader.begin()

@@ -119,6 +119,7 @@ trees = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(st.data())
 def test_any_value_in_place_of_any_field_is_refused_or_is_that_field(data):

@@ -99,6 +99,7 @@ def test_with_continue_a_failed_load_costs_its_own_engine_only():
     assert [(each.rank, each.version) for each in report.failed] == [(1, 1)]
 
 
+@pytest.mark.slow
 def test_with_continue_an_engine_that_hangs_in_the_load_leaves_time_for_the_others():
     job = Job(sizes=(1, 1), **STAGED, on_failure="continue", stall_s=0.5, total_s=20.0)
     wake = threading.Event()

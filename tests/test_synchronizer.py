@@ -707,6 +707,7 @@ def test_every_failed_rank_is_listed_once_and_long_lists_are_cut():
 # Deadlines, and workers that do not answer.
 
 
+@pytest.mark.slow
 def test_a_silent_worker_ends_the_refit_within_its_total():
     job = Job(total_s=2.0, connect_s=1.0)
     wake = threading.Event()
@@ -762,6 +763,7 @@ def test_peers_of_a_rank_that_failed_before_its_send_get_time_to_hear_of_it():
     assert job.synchronizer.sync_weights().version == 1
 
 
+@pytest.mark.slow
 def test_a_rank_that_still_waits_for_its_peer_is_busy_but_no_suspect():
     job = Job(total_s=2.5, connect_s=30.0)
     wake = threading.Event()
@@ -779,6 +781,7 @@ def test_a_rank_that_still_waits_for_its_peer_is_busy_but_no_suspect():
     assert job.synchronizer.sync_weights().version == 1
 
 
+@pytest.mark.slow
 def test_a_host_that_waits_for_a_lost_peer_is_resumed_once_it_has_given_up():
     job = Job(total_s=30.0, connect_s=8.0)
     job.policy[0].script[SEND] = raising(ValueError("cannot load the weights"))
@@ -825,6 +828,7 @@ def test_hosts_are_resumed_as_they_give_up_and_no_lost_one_is_waited_for_to_the_
     wake.set()
 
 
+@pytest.mark.slow
 def test_after_an_interruption_between_two_calls_those_that_were_called_are_resumed(monkeypatch):
     job = Job(total_s=30.0, connect_s=8.0)
     submit = job.synchronizer._crew.policy.submit
@@ -871,6 +875,7 @@ def test_a_host_that_hangs_in_a_control_action_is_named_in_time(action):
     assert job.steps_of("host 0")[-1] in ("resume", "refit_status")
 
 
+@pytest.mark.slow
 def test_hosts_that_hang_one_after_another_in_the_clean_up_do_not_exceed_the_total():
     job = Job(sizes=(1, 1, 1, 1, 1), total_s=2.5, silence_s=1.0)
     wake = threading.Event()
