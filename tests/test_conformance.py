@@ -93,10 +93,12 @@ class TestIPCStripes(Fast, TopologyConformance):
     settings = fast(topology="stripes")
 
 
+@pytest.mark.slow
 class TestGloo(Fast, EngineConformance):
     engine = "gloo"
 
 
+@pytest.mark.slow
 @real_mooncake
 class TestMooncake(Fast, EngineConformance):
     engine = "mooncake"
@@ -134,6 +136,7 @@ class TestMooncakeStripes(Fast, TopologyConformance):
     settings = fast(topology="stripes")
 
 
+@pytest.mark.slow
 @pytest.mark.nixl
 class TestKimi(Fast, EngineConformance):
     engine = "kimi_ckpt_engine"
@@ -184,6 +187,7 @@ class TestPlugin(EngineConformance):
     settings = dict(transport="custom")  # noqa: C408, RUF012
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
 class TestFolderEngineOfThePages(StreamCases, TopologyCases, PairFaultCases, SeveralFaultCases):
     """As it stands in docs/plugins.md."""

@@ -39,7 +39,10 @@ def check_served(rollout, full, dims, manifest):
 
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("verify", ["full", "off"])
-@pytest.mark.parametrize("world", [(1, 1), (1, 3), (3, 1), (4, 2), (2, 4)])
+@pytest.mark.parametrize(
+    "world",
+    [(1, 1), (2, 4), *(pytest.param(each, marks=pytest.mark.slow) for each in [(1, 3), (3, 1), (4, 2)])],
+)
 def test_every_rank_gets_its_part_of_every_tensor(world, verify, in_place):
     full = weights()
     manifest = manifest_of(full)
