@@ -8,7 +8,7 @@ pytest.importorskip("nixl")
 
 from tests.local_job import LocalJob
 from tests.test_synchronizer_nixl import Trainer, model
-from weightsync.errors import ConfigurationError, LifecycleError, RefitError
+from weightsync.errors import ConfigurationError, LifecycleError, RefitError, WorkerFencedError
 from weightsync.rollout.module import ModuleRolloutWorker
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(120)]
@@ -123,3 +123,18 @@ def test_members_change_only_while_connected(job):
     ):
         with pytest.raises(LifecycleError, match="shut down"):
             call()
+
+
+@pytest.mark.parametrize("transport", ["ipc", "nixl"])
+def test_a_newcomer_that_waits_for_the_next_refit_does_not_serve(transport):
+    with LocalJob(transport, topology="star") as job:
+        job.sync()
+        job.train()
+        assert job.add() is None
+        with pytest.raises(WorkerFencedError, match="has had none yet"):
+            job.hosts[1].require_serving()
+        assert job.serves(0, 1) is False  # the policy has moved on; it serves what it had
+        job.hosts[0].require_serving()
+        report = job.synchronizer.sync_weights()
+        assert job.serves(0, report.version)
+        assert job.serves(1, report.version)

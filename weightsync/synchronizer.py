@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from weightsync.attendance import absent_ranks, require_workers
-from weightsync.cluster.base import RolloutGroup, WorkerGroup
+from weightsync.cluster.base import PendingCall, RolloutGroup, WorkerGroup
 from weightsync.config import RefitConfig, load_refit_config
 from weightsync.connection import (
     Connection,
@@ -346,14 +346,29 @@ class CheckpointEngineWeightSynchronizer:
 
     def _catch_up(self, what: str, hosts: Sequence[int]) -> RefitReport | None:
         """Bring the published version to new hosts, if the policy still has it, or holds it for them."""
-        if self._versions.published is None or self._synced is None:
+        if self._versions.published is None:
+            return None
+        try:
+            report = self._bring_up(what, hosts, self._versions.published)
+        except RefitError:
+            self._crew.hear("fence", self._hold_back(hosts), timeout_s=self._settings.stall_s)
+            raise
+        if report is None:
+            self._crew.require("fence", self._hold_back(hosts), deadline=Deadline(self._settings.stall_s))
+        return report
+
+    def _hold_back(self, hosts: Sequence[int]) -> PendingCall:
+        """Start to tell new hosts that they must not serve before their first refit."""
+        reason = "this rank has come after a refit, and has had none yet"
+        return self._crew.among(hosts).rollout.submit("discard_weights", {"reason": reason})
+
+    def _bring_up(self, what: str, hosts: Sequence[int], version: int) -> RefitReport | None:
+        if self._synced is None:
             return None
         self._epoch += 1
         if self.is_stale:
-            return self._give_held(what, hosts, self._versions.published)
-        plan = RefitPlan(
-            version=self._versions.published, epoch=self._epoch, connect=None, release=False, partial=True
-        )
+            return self._give_held(what, hosts, version)
+        plan = RefitPlan(version=version, epoch=self._epoch, connect=None, release=False, partial=True)
         refit = Refit(self._crew.among(hosts), self._settings, plan)
         try:
             report = self._named(refit.run())

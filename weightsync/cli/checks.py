@@ -36,7 +36,7 @@ from weightsync.engines.mooncake_session import MooncakeSession
 session = MooncakeSession("127.0.0.1", "tcp", "")
 buffer = torch.zeros(4096, dtype=torch.uint8)
 session.register(buffer)
-session.unregister(buffer)
+session.unregister_all()
 """
 _MOONCAKE_BUILDS = (
     "mooncake-transfer-engine",

@@ -26,6 +26,7 @@ from weightsync.layout.pieces import Layout
 from weightsync.layout.sharded import fsdp_layout
 from weightsync.tensors import list_names
 
+_LEAST_BUCKET = 1 << 20
 _UNITS = {
     "": 1,
     "b": 1,
@@ -119,6 +120,10 @@ def parse_bytes(text: str) -> int:
         size = 0
     if size < 1:
         raise ConfigurationError(f"--bucket {text!r} is no size; write 4096MiB or 4GiB, say")
+    if size < _LEAST_BUCKET:
+        raise ConfigurationError(
+            f"--bucket {text!r} is {size} bytes, and buckets have at least 1 MiB; write 1GiB, say"
+        )
     return size
 
 

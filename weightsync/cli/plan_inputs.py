@@ -16,6 +16,7 @@ from weightsync.layout.pieces import TensorInfo
 from weightsync.tensors import dtype_from_name, list_names
 
 _INDEX = "model.safetensors.index.json"
+_WANTED = f"give a model's config.json, its {_INDEX}, or the directory that has them"
 _MAX_HEADER = 256 << 20
 _MAX_REASON = 200
 
@@ -58,9 +59,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"cannot read {path}: {error}") from error
+        raise ConfigurationError(f"cannot read {path} ({error}): {_WANTED}") from error
     except json.JSONDecodeError as error:
-        raise ConfigurationError(f"{path} is no JSON: {error}") from error
+        raise ConfigurationError(f"{path} is no JSON ({error}): {_WANTED}") from error
     if not isinstance(values, dict):
         raise ConfigurationError(f"{path} is no config.json and no safetensors index: it holds no object")
     return values

@@ -109,8 +109,9 @@ def described(weights: Iterable[tuple[str, torch.Tensor]]) -> tuple[WeightManife
     """
     if not isinstance(weights, WeightStream):
         raise ConfigurationError(
-            f"the weights are a plain {type(weights).__name__}, which does not say what comes: return a "
-            "WeightStream from weight_stream(), or write shard_weights: none"
+            f"the weights are a plain {type(weights).__name__}, which does not say what comes: return "
+            "weightsync.policy.weight_stream_from(model) from weight_stream(), or a "
+            "weightsync.tensors.WeightStream with its manifest, or write shard_weights: none"
         )
     weights.select(())  # closing it takes part in no gather from now on
     return weights.manifest, memory_of(weights)

@@ -52,7 +52,8 @@ class Lender:
         if memory.table is not self.table and memory.table != self.table:
             raise ManifestError(
                 "this rank's weights have other names, shapes, dtypes or shards than when the engines were "
-                "connected: call shutdown() and init_communicator()",
+                f"connected ({_first_change(self.table, memory.table)}): call shutdown() and "
+                "init_communicator()",
                 side="policy",
             )
         flats = [memory.storage(index) for index in range(len(self.table.storages))]
@@ -140,3 +141,15 @@ def require_as_told(storage: Storage, flat: torch.Tensor | None, side: str) -> N
             f"was told to have {storage.numel} of {storage.dtype}: call shutdown() and init_communicator()",
             side=side,
         )
+
+
+def _first_change(was: RankTable, now: RankTable) -> str:
+    """Say where two tables of one rank differ first."""
+    for before, after in zip(was.storages, now.storages, strict=False):
+        if before != after:
+            shapes = f"{before.dtype}{list(before.shape)}, now {after.dtype}{list(after.shape)}"
+            same = before.name == after.name
+            return f"{before.name!r} was {shapes}" if same else f"{before.name!r} is now {after.name!r}"
+    if len(was.storages) != len(now.storages):
+        return f"{len(was.storages)} shards, now {len(now.storages)}"
+    return "the same shards hold other regions, or bear other names"
