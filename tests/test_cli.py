@@ -167,3 +167,11 @@ def test_a_child_that_dies_is_reported_in_one_line() -> None:
 def test_a_child_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "_CHILD_TIMEOUT_S", 0.5)
     assert checks._run_child("import time; time.sleep(60)") == "no answer in 0.5 s"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("package", "check"), [("nixl", "check_nixl"), ("mooncake", "check_mooncake")])
+def test_doctor_tries_what_is_installed(package: str, check: str) -> None:
+    pytest.importorskip(package)
+    answer = getattr(checks, check)(needed=True)
+    assert (answer.status, answer.fails) == ("ok", False), answer
