@@ -7,5 +7,7 @@
 - `families`, `generic`: the tensors of a model, by its ``config.json`` or by their names.
 - `parallel`, `megatron`, `sharded`, `destinations`: how ranks are arranged, and what those of a Megatron
   policy, of an FSDP2 policy and of vLLM have; `checks` says what to write where sizes do not fit.
+- `tables`, `joining`: what one rank tells of its share, and one side's layout of what all ranks tell.
+- `rows`, `groups`: a plan as arrays that both ends of a transfer make alike; storages that belong together.
 - `estimate`: tensors, bytes, batches, links and seconds of a plan.
 """

@@ -13,6 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from weightsync.layout.descriptors import Compiler
+from weightsync.layout.groups import Groups
 from weightsync.layout.pieces import ABSENT, Layout
 from weightsync.layout.plan import CopyGroup, ReshardPlan
 from weightsync.layout.regions import Ints
@@ -160,6 +161,7 @@ class RowMaker:
 
     Attributes:
         dtypes: names of those in which tensors are sent.
+        keys: of the rollout side's storages, as `storage_keys` gives them.
     """
 
     def __init__(
@@ -175,7 +177,7 @@ class RowMaker:
         self.dtypes = tuple(dict.fromkeys(names))
         kinds = {name: index for index, name in enumerate(self.dtypes)}
         self._kinds = np.array([kinds[name] for name in names], np.int64)
-        self._keys = storage_keys(plan.rollout)
+        self.keys = storage_keys(plan.rollout)
         self._compilers: dict[int, Compiler] = {}
 
     @cached_property
@@ -209,7 +211,7 @@ class RowMaker:
             mine = found.source == rank
             of[mine], out[mine] = _located(self._policy[rank], itemsize, found.source_offset[mine])
         names = [storage.name for storage in self._rollout[target].storages]
-        keys = np.array([self._keys.get(name, -1) for name in names], np.int64)
+        keys = np.array([self.keys.get(name, -1) for name in names], np.int64)
         return Rows(
             source=found.source, source_storage=of, source_offset=out, target_storage=to,
             target_offset=into, nbytes=found.nbytes, count=found.count, source_step=found.source_step,
@@ -250,25 +252,18 @@ def storage_keys(rollout: Layout) -> dict[str, int]:
     Storages are filled in the order of their keys. The key is the place in the stream of the first tensor
     that goes into any storage of that key, on any rank.
     """
-    parent: dict[str, str] = {}
-
-    def root(name: str) -> str:
-        while parent.setdefault(name, name) != name:
-            parent[name] = parent[parent[name]]
-            name = parent[name]
-        return name
-
+    groups = Groups()
     first: dict[str, int] = {}
     for index, (names, pattern) in enumerate(zip(rollout.storages, rollout.pattern_of.tolist(), strict=True)):
         if pattern == ABSENT:
             continue
         for name in names:
             first.setdefault(name, index)
-            parent[root(name)] = root(names[0])
+            groups.join(name, names[0])
     keys: dict[str, int] = {}
     for name, index in first.items():
-        keys[root(name)] = min(keys.get(root(name), index), index)
-    return {name: keys[root(name)] for name in first}
+        keys[groups.root(name)] = min(keys.get(groups.root(name), index), index)
+    return {name: keys[groups.root(name)] for name in first}
 
 
 def in_buckets(sizes: Ints, limit: int, alignment: int = ALIGNMENT) -> Iterator[tuple[slice, Ints]]:

@@ -12,7 +12,7 @@ from weightsync.engines.regions.reading import Spans
 from weightsync.errors import ConfigurationError
 from weightsync.layout.pieces import ABSENT
 from weightsync.layout.regions import Ints
-from weightsync.layout.rows import Rows, storage_keys
+from weightsync.layout.rows import Rows
 from weightsync.layout.tables import RankTable
 from weightsync.tensors import TensorSpec
 
@@ -141,7 +141,7 @@ def _batches(plan: RegionPlan, target: int, rows: Rows, in_place: Mask, bucket_s
 
 def _enter_tensors(plan: RegionPlan, batches: list[Batch], batch_of: Mapping[int, Batch]) -> None:
     """Say with which batch each tensor is complete; those that are stored on other ranks, with the first."""
-    layout, keys = plan.reshard.rollout, storage_keys(plan.reshard.rollout)
+    layout, keys = plan.reshard.rollout, plan.keys
     for spec, names in zip(plan.manifest.tensors, layout.storages, strict=True):
         if spec.name not in plan.whole:
             batch_of.get(keys.get(names[0], ABSENT), batches[0]).arrived.append(spec)

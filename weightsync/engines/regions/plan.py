@@ -5,7 +5,7 @@ Every rank makes the same plan from the same tables: nothing of it travels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.errors import ConfigurationError
+from weightsync.layout.groups import Groups
 from weightsync.layout.joining import join_tables
 from weightsync.layout.pieces import ABSENT
 from weightsync.layout.plan import ReshardPlan, make_plan
-from weightsync.layout.regions import Ints
 from weightsync.layout.rows import RowMaker, Rows
 from weightsync.layout.tables import RankTable
 from weightsync.tensors import ALIGNMENT, TensorSpec, WeightManifest
@@ -48,19 +48,14 @@ class RegionPlan:
 
         A storage is filled by regions completely or not at all.
         """
-        found = {name for table in (*self.policy, *self.rollout) for name in table.whole}
-        return frozenset(found.union(*(kin for kin in self._kin() if not found.isdisjoint(kin))))
-
-    def _kin(self) -> list[set[str]]:
-        """Return the tensors in sets of those that share storages on some rollout rank."""
-        joined: dict[str, set[str]] = {}
+        groups = Groups()
         for table in self.rollout:
             homes: dict[int, str] = {}
             for spec, slots in zip(self.manifest.tensors, table.slots, strict=True):
                 for slot in slots:
-                    first = homes.setdefault(slot, spec.name)
-                    _merge(joined, first, spec.name)
-        return list({id(kin): kin for kin in joined.values()}.values())
+                    groups.join(spec.name, homes.setdefault(slot, spec.name))
+        found = {groups.root(name) for table in (*self.policy, *self.rollout) for name in table.whole}
+        return frozenset(spec.name for spec in self.manifest.tensors if groups.root(spec.name) in found)
 
     @cached_property
     def rest(self) -> tuple[TensorSpec, ...]:
@@ -107,9 +102,9 @@ class RegionPlan:
         return self._maker.dtypes
 
     @property
-    def itemsizes(self) -> Ints:
-        """Bytes of an element of each of them."""
-        return self._maker.itemsizes
+    def keys(self) -> Mapping[str, int]:
+        """Of the rollout side's storages, by name: they are filled in this order."""
+        return self._maker.keys
 
     def senders(self, target: int) -> list[int]:
         """Return the policy ranks that a rollout rank reads from."""
@@ -131,16 +126,6 @@ class RegionPlan:
     @cached_property
     def _maker(self) -> RowMaker:
         return RowMaker(self.reshard, self.manifest, self.policy, self.rollout)
-
-
-def _merge(joined: dict[str, set[str]], one: str, other: str) -> None:
-    into, of = joined.setdefault(one, {one}), joined.setdefault(other, {other})
-    if into is of:
-        return
-    if len(into) < len(of):
-        into, of = of, into
-    into |= of
-    joined.update(dict.fromkeys(of, into))
 
 
 def require_tables(tables: Sequence[bytes]) -> tuple[RankTable, ...]:
