@@ -14,6 +14,8 @@ from weightsync.names import engine_target
 
 Sharding = Literal["none", "experts", "all", "auto"]
 """Which tensors are moved by regions: none, those of routed experts, all, or all that can be."""
+SHARDINGS: tuple[str, ...] = get_args(Sharding)
+BY_REGIONS = tuple(each for each in SHARDINGS if each != "none")
 
 WEIGHTS_KEY = "shard_weights"
 EXPERTS_KEY = "shard_expert_weights"
@@ -42,7 +44,7 @@ def require_agreement(written: Mapping[Any, Any], path: str) -> None:
     weights, experts = (written.get(key) for key in KEYS)
     if weights is False:
         weights = "none"
-    if not isinstance(experts, bool) or weights not in get_args(Sharding):
+    if not isinstance(experts, bool) or weights not in SHARDINGS:
         return  # not written, or wrong in itself
     if weights != ("experts" if experts else "none"):
         means = "experts" if experts else "none"
@@ -70,9 +72,9 @@ def plugin_sharding(transport: str, settings: Mapping[str, Any]) -> Sharding:
     if wanted in (None, False, "none") or not _takes_regions(transport):
         return "none"
     require_agreement(settings, transport)
-    if wanted not in get_args(Sharding):
+    if wanted not in SHARDINGS:
         raise ConfigurationError(
-            f"{transport}: {WEIGHTS_KEY} is {wanted!r:.80}; write one of {', '.join(get_args(Sharding))}"
+            f"{transport}: {WEIGHTS_KEY} is {wanted!r:.80}; write one of {', '.join(SHARDINGS)}"
         )
     return cast(Sharding, wanted)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from weightsync.config_sharding import BY_REGIONS
 from weightsync.errors import ConfigurationError, ManifestError
 from weightsync.layout.tables import HeldBox, RankTable, TableBuilder
 from weightsync.rollout.module_state import find_tensor, identity, local_pieces, local_tensor, named_state
 from weightsync.tensors import TensorSpec, WeightManifest, dtype_from_name
 
-SHARDINGS = ("experts", "all", "auto")
 _EXPERTS = "experts"
 
 
@@ -30,9 +30,9 @@ class ModuleMemory:
     """
 
     def __init__(self, model: torch.nn.Module, manifest: WeightManifest, sharding: str) -> None:
-        if sharding not in SHARDINGS:
+        if sharding not in BY_REGIONS:
             raise ConfigurationError(
-                f"shard_weights: {sharding!r} is unknown; write one of {', '.join(SHARDINGS)}"
+                f"shard_weights: {sharding!r} is unknown; write one of {', '.join(BY_REGIONS)}"
             )
         self.manifest = manifest
         self._model = model

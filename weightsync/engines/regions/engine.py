@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
+from weightsync.config_sharding import SHARDINGS
 from weightsync.engines.base import RankMemory
 from weightsync.engines.bucketed import BucketedCheckpointEngine
 from weightsync.engines.calls import not_prepared
@@ -27,8 +28,6 @@ from weightsync.engines.stats import Stopwatch
 from weightsync.engines.stream import Weights
 from weightsync.errors import ConfigurationError, LifecycleError
 from weightsync.topology import RankId, Topology
-
-SHARDINGS = ("none", "experts", "all", "auto")
 
 
 class RegionEngine(BucketedCheckpointEngine):

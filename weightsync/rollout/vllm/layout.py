@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from weightsync.config_sharding import BY_REGIONS
 from weightsync.errors import ConfigurationError
 from weightsync.layout.pieces import Piece
 from weightsync.layout.strided import View, piece_from_copy
@@ -21,7 +22,6 @@ from weightsync.rollout.vllm.regions import Cover, Region
 from weightsync.rollout.vllm.tracer import Write
 from weightsync.tensors import dtype_name, list_names
 
-_SHARDINGS = ("all", "auto", "experts")
 _NOT_EXPERTS = "shard_weights: experts"
 
 
@@ -60,8 +60,9 @@ def rank_layout(
     Raises:
         ConfigurationError: with ``experts``, routed experts that cannot be moved by regions.
     """
-    if sharding not in _SHARDINGS:
-        raise ConfigurationError(f"shard_weights must be one of {', '.join(_SHARDINGS)}, not {sharding!r}")
+    if sharding not in BY_REGIONS:
+        known = ", ".join(sorted(BY_REGIONS))
+        raise ConfigurationError(f"shard_weights must be one of {known}, not {sharding!r}")
     sketch = _Sketch(report, parameters)
     if sharding == "experts":
         sketch.leave_to_others(report.experts)
