@@ -150,6 +150,11 @@ def _serve(pipe, role: str, rank: int, env: dict, gloo, settings: dict) -> None:
         )  # fmt: skip
     settings.pop("gloo_s", None)
     worker = _Worker(pipe, role, rank, make_engine(settings.pop("bucket_size", MIB), **settings))
+    answer(pipe, worker)
+
+
+def answer(pipe, worker) -> None:
+    """Run what is asked for through the pipe, until it is closed: methods of the worker, by name."""
     while True:
         try:
             command, kwargs = pipe.recv()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import os
 import time
 
 import torch
 
 from tests.engine_crew import MIB, assert_same, make_engine, some_weights
-from tests.engine_processes import PipedProcess
+from tests.engine_processes import PipedProcess, answer
 from weightsync.engines.kimi import KimiCheckpointEngine
 from weightsync.errors import ErrorRecord
 
@@ -109,15 +108,7 @@ class Group:
 def _serve(pipe, side: str, rank: int, settings: dict) -> None:
     torch.set_num_threads(1)
     worker = _Worker(pipe, side, rank, settings)
-    while True:
-        try:
-            command, kwargs = pipe.recv()
-        except EOFError:
-            os._exit(0)
-        try:
-            pipe.send(("value", getattr(worker, command)(**kwargs)))
-        except BaseException as error:  # noqa: BLE001 - the outcome
-            pipe.send(("error", ErrorRecord.from_exception(error).to_dict()))
+    answer(pipe, worker)
 
 
 class _Worker:

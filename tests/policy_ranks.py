@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -42,6 +43,24 @@ def run_checks(
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+def faults_of(module: str, checks: dict[int, list[str]], *, timeout_s: float) -> Any:
+    """Return a fixture: a function that runs all checks of a world size, once, and gives each one's fault."""
+
+    @pytest.fixture(scope="module")
+    def faults(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, str]]:
+        done: dict[int, dict[str, str]] = {}
+
+        def of(world_size: int) -> dict[str, str]:
+            if world_size not in done:
+                folder: Path = tmp_path_factory.mktemp("ranks")
+                done[world_size] = run_checks(module, checks[world_size], world_size, folder, timeout_s)
+            return done[world_size]
+
+        return of
+
+    return faults
 
 
 def _collect(results: Any, ranks: list[Any], names: list[str], deadline: float) -> dict[str, str]:

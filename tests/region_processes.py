@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import os
 
 import torch
 
 from tests.engine_crew import MIB, make_engine
-from tests.engine_processes import _CONTEXT, QUICK, Remote, _Worker
+from tests.engine_processes import _CONTEXT, QUICK, Remote, _Worker, answer
 from tests.region_support import Stream, manifest_of, sharded, take
-from weightsync.errors import ErrorRecord
 
 SHAPES = {"cast": (96, 4096), "lent": (64, 96), "late": (64, 3000), "all": (64,)}
 HELD = {"cast": 0, "lent": 0, "late": 0, "all": 0}
@@ -45,15 +43,7 @@ class RegionRemote(Remote):
 def _serve(pipe, role: str, rank: int, worlds: tuple[int, int], settings: dict) -> None:
     torch.set_num_threads(1)
     worker = _RegionWorker(pipe, role, rank, make_engine(MIB, **settings), worlds)
-    while True:
-        try:
-            command, kwargs = pipe.recv()
-        except EOFError:
-            os._exit(0)
-        try:
-            pipe.send(("value", getattr(worker, command)(**kwargs)))
-        except BaseException as error:  # noqa: BLE001 - the outcome
-            pipe.send(("error", ErrorRecord.from_exception(error).to_dict()))
+    answer(pipe, worker)
 
 
 class _RegionWorker(_Worker):

@@ -4,7 +4,6 @@ import copy
 import importlib
 import tempfile
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.policy_ranks import run_checks
+from tests.policy_ranks import faults_of
 from tests.recording_engine import BACKEND, RecordingEngine
 from weightsync.errors import ConfigurationError, ManifestError
 from weightsync.policy import (
@@ -352,18 +351,7 @@ CHECKS = {
 }
 
 
-@pytest.fixture(scope="module")
-def faults(tmp_path_factory):
-    """Return a function that runs all checks of a world size, once, and gives each one's fault."""
-    done: dict[int, dict[str, str]] = {}
-
-    def of(world_size: int) -> dict[str, str]:
-        if world_size not in done:
-            folder: Path = tmp_path_factory.mktemp("ranks")
-            done[world_size] = run_checks(__name__, CHECKS[world_size], world_size, folder, timeout_s=200)
-        return done[world_size]
-
-    return of
+faults = faults_of(__name__, CHECKS, timeout_s=200)
 
 
 @pytest.mark.slow

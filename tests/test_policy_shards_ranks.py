@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.policy_ranks import run_checks
+from tests.policy_ranks import faults_of
 from tests.shard_oracle import assembled, plan_covers
 from tests.test_policy_fsdp import FailsOnRank1, Small, sharded, sharded_transformer
 from weightsync.errors import ManifestError
@@ -234,18 +233,7 @@ CHECKS = {
 }
 
 
-@pytest.fixture(scope="module")
-def faults(tmp_path_factory):
-    """Return a function that runs all checks of a world size, once, and gives each one's fault."""
-    done: dict[int, dict[str, str]] = {}
-
-    def of(world_size: int) -> dict[str, str]:
-        if world_size not in done:
-            folder: Path = tmp_path_factory.mktemp("ranks")
-            done[world_size] = run_checks(__name__, CHECKS[world_size], world_size, folder, timeout_s=120)
-        return done[world_size]
-
-    return of
+faults = faults_of(__name__, CHECKS, timeout_s=120)
 
 
 @pytest.mark.slow
